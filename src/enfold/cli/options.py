@@ -1,0 +1,90 @@
+"""Every command-line option that more than one place needs, defined once: flag, type, default and help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from enfold.config import DTYPE_BYTES, Mode, Numerics
+
+
+def positive_int(text: str) -> int:
+    """Parse a whole number of at least 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; use 1, 2, 4, ...") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is smaller than 1; use 1, 2, 4, ...")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Parse a number above 0, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; use 60 or 0.5") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0; use 60 or 0.5")
+    return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag: what argparse needs to add it."""
+
+    help: str
+    type: Callable[[str], Any] | None = None
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    required: bool = False
+    metavar: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+OPTIONS: dict[str, Option] = {
+    "--model-path": Option(
+        "a local folder or a Hugging Face hub id, of one encoder or of a Diffusers pipeline",
+        required=True,
+        metavar="PATH",
+    ),
+    "--subfolder": Option("the folder inside --model-path that holds the encoder", metavar="NAME"),
+    "--num-gpus": Option("number of ranks; without GPUs they are CPU processes", positive_int, default=1, metavar="N"),
+    "--encoder-parallel": Option(
+        "how each encoder is spread over the ranks (auto decides and says why)",
+        default="auto",
+        choices=get_args(Mode),
+    ),
+    "--tp-size": Option("ranks that share one copy of the weights", positive_int, metavar="N"),
+    "--dp-size": Option("copies that share one batch", positive_int, metavar="N"),
+    "--numerics": Option(
+        "exact returns the bits of one rank; fast sums partial results with all-reduce",
+        default="exact",
+        choices=get_args(Numerics),
+    ),
+    "--batching-max-size": Option(
+        "prompts that may come in one call (what auto plans for)", positive_int, default=1, metavar="N"
+    ),
+    "--dtype": Option("precision of the weights (default: that of the checkpoint)", choices=tuple(DTYPE_BYTES)),
+    "--threads-per-rank": Option(
+        "CPU threads of each rank (default: cores divided by ranks)", positive_int, metavar="N"
+    ),
+    "--timeout": Option("seconds that a rank waits for the others", positive_float, default=60.0, metavar="SECONDS"),
+    "--json": Option("print one JSON document instead of a table", extra={"action": "store_true"}),
+}
+
+
+def add_options(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) -> None:
+    """Add the named options to `parser`; a keyword such as `encoder_parallel="dp"` replaces a default."""
+    for flag in flags:
+        option = OPTIONS[flag]
+        default = defaults.get(flag.lstrip("-").replace("-", "_"), option.default)
+        keywords: dict[str, Any] = {"help": option.help, "default": default, **option.extra}
+        if "action" not in option.extra:
+            keywords.update(type=option.type, choices=option.choices, required=option.required, metavar=option.metavar)
+            if default is not None:
+                keywords["help"] += f" (default: {default})"
+        parser.add_argument(flag, **keywords)

@@ -1,0 +1,111 @@
+"""What numerics="exact" takes beside gather-fold, on the CPU: each rule was found by a failure (DESIGN 5).
+
+Activations: a vectorised loop computes the last elements of a chunk with scalar code, and for some functions scalar
+and vector code round differently. Where a chunk of the tensor would end inside a vector, the tensor is lengthened.
+
+Few rows: a matrix product with few rows takes another kernel, and with it other bits. So where a dp split leaves a
+layer with few rows (a pooling head, a one-token prompt), the rows of all ranks are gathered, and every rank runs the
+layer in the shape that one rank would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from enfold.blocks import Packing, split_rows, unpack_rows
+from enfold.comm import Axis
+
+GRAIN_SIZE = 32768
+"""at::internal::GRAIN_SIZE: a thread of an elementwise kernel gets at least this many elements."""
+
+FEW_ROWS = 32
+"""From 4 rows per thread on, row slices keep their bits (fp32 GEMM breaks at 1-3 rows per thread, bf16 at 1)."""
+
+ELEMENTWISE = (nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Mish, nn.Softplus)
+
+
+def vector_unit(dtype: torch.dtype) -> int:
+    """Return how many elements one step of an unrolled AVX-512 loop takes: two registers of 64 bytes."""
+    return 128 // dtype.itemsize
+
+
+def is_aligned(num_elements: int, dtype: torch.dtype, num_threads: int) -> bool:
+    """Return whether every thread's chunk of an elementwise kernel ends at the end of a vector step."""
+    unit = vector_unit(dtype)
+    num_chunks = max(1, min(num_threads, -(-num_elements // GRAIN_SIZE)))
+    return num_elements % unit == 0 and -(-num_elements // num_chunks) % unit == 0
+
+
+def aligned_map(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an elementwise function so that each element's bits do not hang on its place in the tensor."""
+    num_threads = torch.get_num_threads()
+    if x.device.type != "cpu" or is_aligned(x.numel(), x.dtype, num_threads):
+        return forward(x)
+    step = vector_unit(x.dtype) * num_threads
+    longer = x.new_zeros(-(-x.numel() // step) * step)
+    longer[: x.numel()] = x.reshape(-1)
+    return forward(longer)[: x.numel()].view(x.shape)
+
+
+def align_activations(module: nn.Module) -> None:
+    """Make every activation of `module` independent of where in a tensor an element stands."""
+    for child in module.modules():
+        if isinstance(child, ELEMENTWISE) or type(child).__module__ == "transformers.activations":
+            child.forward = partial(aligned_map, child.forward)
+
+
+@dataclass
+class Current:
+    """The packing of the call that runs now; None where its batch is not split."""
+
+    packing: Packing | None = None
+
+
+def gather_few_rows(module: nn.Module, axis: Axis, current: Current) -> None:
+    """Have linear layers and attention pools run on the rows of all dp ranks where their own are few.
+
+    Shapes are the same on all ranks, so they decide alike. The rows of an item must stand together along dimension 0.
+    """
+    for child in list(module.modules()):
+        if isinstance(child, nn.Linear):
+            child.forward = partial(_linear, child.forward, axis, current)
+        elif any(isinstance(part, nn.MultiheadAttention) for part in child.children()):
+            # The whole pool, not its attention: whether that gets a mask hangs on the data of each rank.
+            child.forward = partial(_pool, child.forward, axis, current)
+
+
+def is_few(num_rows: int) -> bool:
+    """Return whether a matrix product with `num_rows` rows may have other bits than the same rows among more."""
+    return num_rows < max(FEW_ROWS, 4 * torch.get_num_threads())
+
+
+def _linear(
+    forward: Callable[[torch.Tensor], torch.Tensor], axis: Axis, current: Current, x: torch.Tensor
+) -> torch.Tensor:
+    packing = current.packing
+    if packing is None or not x.numel() or not is_few(x.numel() // x.shape[-1]):
+        return forward(x)
+    return split_rows(forward(unpack_rows(axis.gather_rows(x), packing)), packing, axis.index)
+
+
+def _pool(forward: Callable[..., Any], axis: Axis, current: Current, *args: Any, **kwargs: Any) -> Any:
+    packing = current.packing
+    if packing is None or not is_few(packing.share_size):
+        return forward(*args, **kwargs)
+
+    def whole(x: Any) -> Any:
+        return unpack_rows(axis.gather_rows(x), packing) if isinstance(x, torch.Tensor) else x
+
+    arguments = [whole(x) for x in args], {name: whole(x) for name, x in kwargs.items()}
+    current.packing = None  # the layers inside see the whole batch
+    try:
+        output = forward(*arguments[0], **arguments[1])
+    finally:
+        current.packing = packing
+    return split_rows(output, packing, axis.index)

@@ -1,0 +1,110 @@
+"""One encoder that is in memory, spread over the ranks in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from enfold.comm import DEFAULT_TIMEOUT_S, Groups, Mesh, build_mesh
+from enfold.config import Mode, Numerics, check_mode, check_numerics
+from enfold.errors import ConfigError, LayoutError
+from enfold.exact import Current, align_activations, gather_few_rows
+from enfold.flow import Spread
+from enfold.layout import Layout
+from enfold.plan import Plan, plan_encoder
+from enfold.shard import ShardPlan, cut_weights, plan_shards, wire
+
+logger = logging.getLogger("enfold")
+
+
+def parallelize_encoder(
+    module: nn.Module,
+    mode: Mode = "auto",
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: Layout | None = None,
+    numerics: Numerics = "exact",
+    timeout: float = DEFAULT_TIMEOUT_S,
+    batch_size: int | None = None,
+    groups: Groups | None = None,
+) -> nn.Module:
+    """Spread one Hugging Face encoder over the ranks of `group` (default: all), in place, and return it.
+
+    Collective: every rank calls it with the same module. With tp > 1 each rank keeps its rows of the weights and frees
+    the others. The module keeps its class, its attributes and its call; `module.plan` says what was decided and why.
+
+    layout: replicate x dp x tp; its size divides the ranks of the group, which it cuts into replicas.
+    timeout: seconds that a call waits for the other ranks.
+    batch_size: prompts per call that `auto` plans for, None where it differs from call to call.
+    groups: process groups to reuse; encoders of one pipeline share them.
+
+    Raises LayoutError, UnknownFamilyError or ConfigError before any weight is touched.
+    """
+    check_mode(mode)
+    check_numerics(numerics)
+    config = getattr(module, "config", None)
+    if not isinstance(module, nn.Module) or not hasattr(config, "to_dict"):
+        raise ConfigError(f"{type(module).__name__} is no Hugging Face encoder (a torch module with a config)")
+    if hasattr(module, "plan") and isinstance(module.plan, Plan):
+        raise ConfigError(f"{type(module).__name__} is spread already ({module.plan.summary()}); load it again")
+    groups = groups or Groups(group)
+    plan = decide(config, mode, groups, layout, numerics, batch_size, dtype=str(module.dtype).removeprefix("torch."))
+    shards = None
+    if plan.layout.tp > 1:
+        check_in_memory(module)
+        shards = plan_shards(module, plan.layout.tp, numerics)
+    mesh = build_mesh(plan.layout, groups, timeout)
+    if shards is not None:
+        cut_weights(module, shards, mesh.tp.index)
+    attach(module, plan, mesh, shards)
+    return module
+
+
+def decide(
+    config: Any,
+    mode: Mode,
+    groups: Groups,
+    layout: Layout | None,
+    numerics: Numerics,
+    batch_size: int | None,
+    dtype: str,
+) -> Plan:
+    """Return the plan for an encoder over the ranks of `groups`, and say at WARNING what it can't honour."""
+    replica_size = len(groups.ranks) if layout is None else layout.size
+    plan = plan_encoder(config, mode, replica_size, batch_size, layout=layout, dtype=dtype, numerics=numerics)
+    if mode != "auto" and plan.resolved != mode:
+        logger.warning("%s: mode=%s runs as %s: %s", plan.family, mode, plan.resolved, "; ".join(plan.reasons))
+    return plan
+
+
+def attach(module: nn.Module, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spread:
+    """Make `module`, whose weights are cut as `shards` says, run on `mesh`: wire its layers and replace its forward."""
+    if shards is not None:
+        wire(module, shards, mesh.tp)
+    current = Current()
+    if plan.numerics == "exact":
+        align_activations(module)
+        if mesh.dp.size > 1:
+            gather_few_rows(module, mesh.dp, current)
+    spread = Spread(module, mesh, plan, current)
+    module.forward = spread.encode  # type: ignore[method-assign]
+    module.plan = plan  # type: ignore[assignment]
+    return spread
+
+
+def check_in_memory(module: nn.Module) -> None:
+    """Raise LayoutError where weights are not where they are computed with: a fold can't cut what an offload moves."""
+    away = _on_meta(module)
+    if away:
+        raise LayoutError(
+            f"fold can't cut {len(away)} offloaded weights ({', '.join(away[:3])}, ...); call enfold.parallelize first "
+            "and enable the offload afterwards, or load with enfold.load_encoder"
+        )
+
+
+def _on_meta(module: nn.Module) -> Sequence[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.is_meta]
