@@ -1,0 +1,78 @@
+"""What enfold knows of each family of encoders: one file per family, nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from enfold.config import EncoderFacts
+from enfold.encoders import bert, clip, composites, decoders, dinov2, modernbert, siglip, t5, vit
+from enfold.encoders.family import Config, Family, architecture
+from enfold.errors import ConfigError, UnknownFamilyError
+
+__all__ = ["FAMILIES", "Config", "Family", "family_of", "parts", "read_facts", "supported"]
+
+FAMILIES: tuple[Family, ...] = (
+    *t5.FAMILIES,
+    *clip.FAMILIES,
+    *siglip.FAMILIES,
+    *vit.FAMILIES,
+    *dinov2.FAMILIES,
+    *bert.FAMILIES,
+    *modernbert.FAMILIES,
+    *decoders.FAMILIES,
+    *composites.FAMILIES,
+)
+
+_BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+_TOWERS = {"clip": clip.towers, "siglip": siglip.towers, "siglip2": siglip.towers}
+
+
+def family_of(model_type: str) -> Family | None:
+    """Return the family that reads configs of this `model_type`; None where there is none."""
+    return _BY_TYPE.get(model_type)
+
+
+def supported() -> list[str]:
+    """Return the names of all families, sorted."""
+    return sorted((family.name for family in FAMILIES), key=str.lower)
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """Return config["model_type"]; raise ConfigError where it is missing or no text."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(f"model_type={model_type!r} can't be used; a config.json names it, such as 't5'")
+    return model_type
+
+
+def read_facts(config: Mapping[str, Any]) -> EncoderFacts:
+    """Read the sizes and the weights of one encoder from its config.json.
+
+    `architectures[0]` tells apart classes that share a config (with projection, with lm_head); without it, the plain
+    model is meant. Raises UnknownFamilyError for a family without a table, ConfigError for a value that can't be used.
+    """
+    model_type = model_type_of(config)
+    family = family_of(model_type)
+    if family is None:
+        raise UnknownFamilyError(
+            f"model_type={model_type!r} has no table to fold it by; replicate and dp still work. "
+            f"Supported: {', '.join(supported())}"
+        )
+    return family.facts(config)
+
+
+def parts(config: Mapping[str, Any]) -> dict[str, Config]:
+    """Return the encoders inside one config.json by name: "text" and "vision" of a two-tower model, else one, "".
+
+    A class that is one tower of a two-tower config (CLIPVisionModel with a clip config.json) is that tower alone.
+    """
+    towers = _TOWERS.get(model_type_of(config))
+    if towers is None:
+        return {"": config}
+    name = architecture(config)
+    both: dict[str, Config] = {kind: {**part, "architectures": [name]} for kind, part in towers(config).items()}
+    for kind, word in (("text", "TextModel"), ("vision", "VisionModel")):
+        if word in name:
+            return {"": both[kind]}
+    return both
