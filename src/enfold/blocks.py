@@ -28,7 +28,7 @@ class Packing:
 
 
 def pack_rows(num_rows: int, num_shares: int) -> Packing | None:
-    """Return how `num_rows` are split over `num_shares` ranks; None where a split can't help (each encodes them all)."""
+    """Return how `num_rows` are split over `num_shares` ranks; None where a split can't help: each encodes them all."""
     return Packing(num_rows, num_shares) if num_shares > 1 and num_rows > 1 else None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +25,9 @@ from enfold.comm import DEFAULT_TIMEOUT_S, Groups, build_mesh
 from enfold.config import Mode, Numerics, check_mode, check_numerics
 from enfold.encoders import family_of
 from enfold.errors import CheckpointError, ConfigError
-from enfold.layout import Layout
-from enfold.spread import attach, decide
+from enfold.layout import Cut, Layout
 from enfold.shard import ShardPlan, cut_weights, plan_shards
+from enfold.spread import attach, decide
 from enfold.weights import Source, open_source, read_slice, stored_dtype
 
 logger = logging.getLogger("enfold")
@@ -67,12 +68,14 @@ def load_encoder(
     cls, config, declared = encoder_class(folder, architecture)
     torch_dtype = choose_dtype(dtype, config, source)
     groups = Groups(group)
-    plan = decide(config, mode, groups, layout, numerics, batch_size, dtype=str(torch_dtype).removeprefix("torch."))
+    plan = decide(config, cls.__name__, mode, groups, layout, numerics, batch_size, torch_dtype)
     module = build_on_meta(cls, config, torch_dtype, source.names)
     stored = match_names(module, source, strict=declared == cls.__name__)
     shards = plan_shards(module, plan.layout.tp, numerics) if plan.layout.tp > 1 else None
     mesh = build_mesh(plan.layout, groups, timeout)
-    fill(module, source, stored, shards, mesh.tp.index, torch.device(device or "cpu"))
+    if shards is not None:
+        cut_weights(module, shards, mesh.tp.index)
+    fill(module, source, stored, partial(_slice_of, shards, mesh.tp.index), torch.device(device or "cpu"))
     attach(module, plan, mesh, shards)
     return module.eval()
 
@@ -112,12 +115,16 @@ def encoder_class(folder: Path, architecture: str | None = None) -> tuple[type[P
         raise ConfigError(f"{folder / 'config.json'} can't be read: {error}") from error
     declared = (config.architectures or [""])[0]
     name = architecture or _encoder_name(config, declared)
-    cls = getattr(transformers, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+    cls: Any = getattr(transformers, name, None)
+    if not _is_model_class(cls):
         raise ConfigError(f"architecture={name!r} is no model class of transformers {transformers.__version__}")
     if not isinstance(config, cls.config_class):
         config = cls.config_class.from_pretrained(folder)
     return cls, config, declared
+
+
+def _is_model_class(cls: Any) -> bool:
+    return inspect.isclass(cls) and issubclass(cls, PreTrainedModel)
 
 
 def _encoder_name(config: Any, declared: str) -> str:
@@ -281,24 +288,21 @@ def fill(
     module: PreTrainedModel,
     source: Source,
     stored: Mapping[str, str],
-    shards: ShardPlan | None,
-    index: int,
+    shard_of: Callable[[str], Slice],
     device: torch.device,
 ) -> None:
-    """Cut `module` (on meta) for tp rank `index` and read each parameter's slice into memory of its own.
+    """Give each parameter of `module` (on meta, cut) memory on `device` and read its slice of the checkpoint into it.
 
-    Raises CheckpointError where a parameter was not written.
+    shard_of: from a module's name to what this rank holds of its weight. Raises CheckpointError where a parameter was
+    not written.
     """
-    if shards is not None:
-        cut_weights(module, shards, index)
     written: dict[int, nn.Parameter] = {}
     for (prefix, owner), key, parameter in _parameters(module):
-        name = f"{prefix}.{key}" if prefix else key
         if id(parameter) not in written:
-            shard = shards.modules.get(prefix) if shards is not None else None
-            ranges = shard.ranges(index) if shard is not None and parameter.dim() > shard.dim else None
+            ranges, dim = shard_of(prefix)
             out = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            read_slice(source, stored[name], ranges, shard.dim if shard else 0, out)
+            name = f"{prefix}.{key}" if prefix else key
+            read_slice(source, stored[name], ranges if parameter.dim() > dim else None, dim, out)
             written[id(parameter)] = nn.Parameter(out, requires_grad=False)
         setattr(owner, key, written[id(parameter)])
     for name, buffer in module.named_buffers():
@@ -308,3 +312,12 @@ def fill(
     unwritten = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
     if unwritten:
         raise CheckpointError(f"never written: {', '.join(unwritten[:8])}")
+
+
+Slice = tuple[Sequence[Cut] | None, int]
+"""The ranges of a weight along a dimension; None: all of it."""
+
+
+def _slice_of(shards: ShardPlan | None, index: int, module_name: str) -> Slice:
+    shard = shards.modules.get(module_name) if shards is not None else None
+    return (None, 0) if shard is None else (shard.ranges(index), shard.dim)

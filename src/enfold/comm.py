@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class Axis:
         self.watch.wait(_start(op, self.group, x.view(-1), None), self.name, op)
         return x
 
-    def answer(self, op: Op) -> dist.Work | None:
+    def answer(self, op: Op) -> dist.Work:
         """Join a collective that a peer waits in with zeros, so that it can end; used when this rank has failed."""
         dtype = getattr(torch, op.kind.split()[1]) if " " in op.kind else torch.uint8
         x = torch.zeros(op.num_bytes, dtype=torch.uint8, device=op.device).view(dtype)
@@ -81,13 +82,12 @@ class Axis:
         return _start(op, self.group, x, out)
 
 
-def _start(op: Op, group: dist.ProcessGroup | None, x: torch.Tensor, out: torch.Tensor | None) -> dist.Work | None:
+def _start(op: Op, group: dist.ProcessGroup | None, x: torch.Tensor, out: torch.Tensor | None) -> dist.Work:
     if op.kind != "all_gather":
-        return dist.all_reduce(x, group=group, async_op=True)
+        return cast(dist.Work, dist.all_reduce(x, group=group, async_op=True))
     # torch 2.13 renamed all_gather_into_tensor.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, x, group=group, async_op=True)
-    return work
+    return cast(dist.Work, gather(out, x, group=group, async_op=True))
 
 
 @dataclass

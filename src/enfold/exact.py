@@ -10,7 +10,7 @@ layer in the shape that one rank would.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ def aligned_map(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 
 def align_activations(module: nn.Module) -> None:
     """Make every activation of `module` independent of where in a tensor an element stands."""
-    for child in module.modules():
+    modules: Iterable[Any] = module.modules()
+    for child in modules:
         if isinstance(child, ELEMENTWISE) or type(child).__module__ == "transformers.activations":
             child.forward = partial(aligned_map, child.forward)
 
@@ -72,7 +73,8 @@ def gather_few_rows(module: nn.Module, axis: Axis, current: Current) -> None:
 
     Shapes are the same on all ranks, so they decide alike. The rows of an item must stand together along dimension 0.
     """
-    for child in list(module.modules()):
+    modules: list[Any] = list(module.modules())
+    for child in modules:
         if isinstance(child, nn.Linear):
             child.forward = partial(_linear, child.forward, axis, current)
         elif any(isinstance(part, nn.MultiheadAttention) for part in child.children()):

@@ -56,10 +56,13 @@ class Spread:
             num_rows = count_rows(call)
             if num_rows == 0:
                 return map_tensors(self.forward(**one_row(call)), lambda x: x[:0])
-            dims = row_dims(call, num_rows)
-            packing = pack_rows(num_rows, self.mesh.dp.size) if isinstance(dims, dict) else self._declined(dims)
+            packing = pack_rows(num_rows or 1, self.mesh.dp.size)
             if packing is None:
-                return map_tensors(self.forward(**call), lambda x: x)
+                return self.forward(**call)
+            dims = row_dims(call, num_rows)
+            if isinstance(dims, str):
+                self._say_declined(dims)
+                return self.forward(**call)
             mine = split(call, dims, packing, self.mesh.dp.index)
             features = self._forward(mine, packing)
             return all_gather(features, packing, self.mesh)
@@ -84,8 +87,8 @@ class Spread:
             call.setdefault("use_cache", False)
         return call
 
-    def _declined(self, reason: str) -> None:
-        if self.mesh.dp.size > 1 and reason not in self.said:
+    def _say_declined(self, reason: str) -> None:
+        if reason not in self.said:
             self.said.add(reason)
             logger.warning("dp does not split this call, every rank encodes all of it: %s", reason)
 
@@ -128,7 +131,7 @@ def split(call: Mapping[str, Any], dims: Mapping[str, int], packing: Packing, sh
 
 
 def all_gather(features: Any, packing: Packing, mesh: Mesh) -> Any:
-    """Return the outputs with the rows of all dp ranks, padding rows dropped. A tensor that occurs twice is sent once."""
+    """Return the outputs with the rows of all dp ranks, padding rows dropped. What occurs twice is sent once."""
     done: dict[int, torch.Tensor] = {}
 
     def whole(x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +155,7 @@ def one_row(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `tree` with `function` applied to each tensor: dataclasses, mappings, tuples and lists keep their class."""
+    """Return `tree` with `function` applied to each tensor; dataclasses, dicts, tuples and lists keep their class."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -6,6 +6,7 @@ Pure arithmetic: no torch, no process group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from enfold.errors import LayoutError
 
@@ -117,7 +118,7 @@ def cut_evenly(num_units: int, num_parts: int) -> list[Cut]:
     """Cut `num_units` into `num_parts` contiguous shares that differ by at most one; the first ones are larger."""
     share, extra = divmod(num_units, num_parts)
     starts = [part * share + min(part, extra) for part in range(num_parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def cut_features(num_features: int, num_parts: int, unit: int = FEATURE_UNIT) -> list[Cut] | None:

@@ -11,7 +11,7 @@ Planning (`plan_shards`) looks at the module only, needs no process group, and w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,9 +27,6 @@ from enfold.encoders import family_of
 from enfold.encoders.family import Family
 from enfold.errors import LayoutError
 from enfold.layout import FEATURE_UNIT, Cut, HeadCut, cut_features, cut_heads
-
-STYLES = ("colwise", "packed_colwise", "rowwise", "colwise_gather_output", "head_columns")
-"""The styles of a tp_plan that cut something; the others that Transformers ships (replicated norms) need no work."""
 
 LM_HEAD = {"lm_head": "colwise_gather_output"}
 
@@ -99,13 +96,16 @@ def plan_shards(module: nn.Module, tp_size: int, numerics: Numerics = "exact") -
     attentions: dict[str, AttentionShard | None] = {}
     whole: set[str] = set()
     for table, name, child in _covered(module):
-        style = table.style_of(name, child)
+        style = STYLES.get(table.style_of(name, child) or "")
         if style is None:
             continue
         parent = name.rpartition(".")[0]
         if parent not in attentions and table.is_attention(module.get_submodule(parent)):
             attentions[parent] = _attention_shard(table.family, module.get_submodule(parent), tp_size)
-        shard = _shard(table.family, name, child, style, attentions, tp_size, numerics)
+        owner = _attention_of(table.family, name, attentions)
+        attention = attentions[owner] if owner is not None else None
+        leaf = name.rpartition(".")[2]
+        shard = style(_Site(table.family, leaf, child, owner is not None, attention, tp_size, numerics))
         if isinstance(shard, Shard):
             shards[name] = shard
         else:
@@ -130,7 +130,7 @@ class _Table:
             return "columns"
         for pattern, style in self.styles.items():
             if re.search(rf"(^|\.){re.escape(pattern).replace(re.escape('*'), '[0-9]+')}$", name):
-                return style if style in STYLES else None
+                return style
         return None
 
     def is_attention(self, parent: nn.Module) -> bool:
@@ -171,60 +171,107 @@ def _attention_shard(family: Family, attention: nn.Module, tp_size: int) -> Atte
     return None if cuts is None else AttentionShard(tuple(cuts), head_dim)
 
 
-def _shard(
-    family: Family,
-    name: str,
-    child: nn.Module,
-    style: str,
-    attentions: Mapping[str, AttentionShard | None],
-    tp_size: int,
-    numerics: Numerics,
-) -> Shard | str:
-    """Return the shard of one module, or the words that say why it stays whole."""
-    parent, _, leaf = name.rpartition(".")
-    attention = attentions.get(parent)
-    in_attention = parent in attentions
-    if style == "columns":
-        cuts = cut_features(child.embedding_dim, tp_size)
-        return _or_whole(Shard(style, _frozen(cuts), dim=1), f"token embedding: {child.embedding_dim} features")
-    if style == "head_columns" or (in_attention and style in ("colwise", "packed_colwise")):
-        if attention is None:
-            return f"attention: fewer heads than {tp_size} ranks"
-        return _head_shard(family, leaf, child, style, attention)
-    num_fused = (family.num_fused or {}).get(leaf, 1)
-    size = child.out_features // num_fused
-    out_cuts = _frozen(cut_features(size, tp_size))
-    if style != "rowwise":
-        return _or_whole(Shard(style, out_cuts, num_fused=num_fused, size=size), f"{leaf}: {size} features")
-    if in_attention:
-        in_cuts = attention and tuple(
-            (heads.query[0] * attention.head_dim, heads.query[1] * attention.head_dim) for heads in attention.heads
+@dataclass(frozen=True)
+class _Site:
+    """One layer or table that a style names. attention: the heads per rank where it belongs to one that can be cut."""
+
+    family: Family
+    leaf: str
+    child: Any
+    in_attention: bool
+    attention: AttentionShard | None
+    tp_size: int
+    numerics: Numerics
+
+    @property
+    def num_fused(self) -> int:
+        return (self.family.num_fused or {}).get(self.leaf, 1)
+
+    @property
+    def size(self) -> int:
+        """Output features of one of the fused projections."""
+        return int(self.child.out_features) // self.num_fused
+
+    def cut(self, num_features: int) -> tuple[Cut, ...] | None:
+        cuts = cut_features(num_features, self.tp_size)
+        return None if cuts is None else tuple(cuts)
+
+    def head_features(self, heads: Iterable[Cut]) -> tuple[Cut, ...]:
+        dim = self.attention.head_dim if self.attention else 0
+        return tuple((start * dim, stop * dim) for start, stop in heads)
+
+    def too_few(self, num_features: int, what: str = "") -> str:
+        return (
+            f"{what or self.leaf}: {num_features} features are too few to cut at multiples of {FEATURE_UNIT} "
+            f"over {self.tp_size} ranks"
         )
+
+
+def _colwise(site: _Site) -> Shard | str:
+    if site.in_attention:
+        return _heads(site)
+    cuts = site.cut(site.size)
+    shard = Shard("colwise", cuts, num_fused=site.num_fused, size=site.size)
+    return site.too_few(site.size) if cuts is None else shard
+
+
+def _heads(site: _Site) -> Shard | str:
+    if site.attention is None:
+        return f"attention: fewer heads than {site.tp_size} ranks"
+    is_kv = site.leaf in (site.family.key, site.family.value)
+    cuts = site.head_features(heads.key_value if is_kv else heads.query for heads in site.attention.heads)
+    return Shard("colwise", cuts, num_fused=site.num_fused, size=site.size)
+
+
+def _head_columns(site: _Site) -> Shard | str:
+    if site.attention is None:
+        return f"attention: fewer heads than {site.tp_size} ranks"
+    return Shard("head_columns", tuple(heads.query for heads in site.attention.heads), dim=1)
+
+
+def _rowwise(site: _Site) -> Shard | str:
+    """Gather-fold cuts the rows too, after gathering the input; the fast form cuts the columns and sums."""
+    if site.in_attention:
+        in_cuts = site.head_features(heads.query for heads in site.attention.heads) if site.attention else None
     else:
-        in_cuts = _frozen(cut_features(child.in_features, tp_size))
-    if numerics == "fast":
-        return Shard("fast_rowwise", None, in_cuts, dim=1) if in_cuts else f"{leaf}: {child.in_features} input features"
-    if in_cuts is None:
-        return _or_whole(Shard(style, out_cuts, None), f"{leaf}: {size} features")
-    return Shard(style, out_cuts, in_cuts)
+        in_cuts = site.cut(site.child.in_features)
+    if site.numerics == "fast":
+        return Shard("fast_rowwise", None, in_cuts, dim=1) if in_cuts else site.too_few(site.child.in_features)
+    out_cuts = site.cut(site.size)
+    if out_cuts is None and in_cuts is None:
+        return site.too_few(site.size)
+    return Shard("rowwise", out_cuts, in_cuts)
 
 
-def _head_shard(family: Family, leaf: str, child: nn.Module, style: str, attention: AttentionShard) -> Shard:
-    if style == "head_columns":
-        return Shard(style, tuple(heads.query for heads in attention.heads), dim=1)
-    is_kv = leaf in (family.key, family.value)
-    heads = [heads.key_value if is_kv else heads.query for heads in attention.heads]
-    cuts = tuple((start * attention.head_dim, stop * attention.head_dim) for start, stop in heads)
-    num_fused = 3 if leaf == family.fused_qkv else 1
-    return Shard("colwise", cuts, num_fused=num_fused, size=child.out_features // num_fused)
+def _gather_output(site: _Site) -> Shard | str:
+    cuts = site.cut(site.size)
+    return site.too_few(site.size) if cuts is None else Shard("colwise_gather_output", cuts)
 
 
-def _or_whole(shard: Shard, what: str) -> Shard | str:
-    return f"{what} are too few to cut at multiples of {FEATURE_UNIT}" if shard.out_cuts is None else shard
+def _columns(site: _Site) -> Shard | str:
+    width = int(site.child.embedding_dim)
+    cuts = site.cut(width)
+    return site.too_few(width, "token embedding") if cuts is None else Shard("columns", cuts, dim=1)
 
 
-def _frozen(cuts: Sequence[Cut] | None) -> tuple[Cut, ...] | None:
-    return None if cuts is None else tuple(cuts)
+STYLES: Mapping[str, Callable[[_Site], Shard | str]] = {
+    "colwise": _colwise,
+    "packed_colwise": _colwise,
+    "rowwise": _rowwise,
+    "colwise_gather_output": _gather_output,
+    "head_columns": _head_columns,
+    "columns": _columns,
+}
+"""How each style of a tp_plan is cut: a shard, or the words that say why it stays whole. The other styles that
+Transformers ships (replicated norms) need no work."""
+
+
+def _attention_of(family: Family, name: str, attentions: Iterable[str]) -> str | None:
+    """Return the attention module that a projection belongs to: its parent, or (BERT's output) its parent's sibling."""
+    base = (
+        name.removesuffix(family.output).rstrip(".") if name.endswith(f".{family.output}") else name.rpartition(".")[0]
+    )
+    return next((owner for owner in attentions if owner == base or owner.startswith(f"{base}.")), None)
 
 
 # Applying a plan: weights are cut, counts are corrected, and the layers that put pieces together are told how.

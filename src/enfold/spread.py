@@ -6,8 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups, Mesh, build_mesh
 from enfold.config import Mode, Numerics, check_mode, check_numerics
@@ -22,7 +24,7 @@ logger = logging.getLogger("enfold")
 
 
 def parallelize_encoder(
-    module: nn.Module,
+    module: PreTrainedModel,
     mode: Mode = "auto",
     *,
     group: dist.ProcessGroup | None = None,
@@ -31,7 +33,7 @@ def parallelize_encoder(
     timeout: float = DEFAULT_TIMEOUT_S,
     batch_size: int | None = None,
     groups: Groups | None = None,
-) -> nn.Module:
+) -> PreTrainedModel:
     """Spread one Hugging Face encoder over the ranks of `group` (default: all), in place, and return it.
 
     Collective: every rank calls it with the same module. With tp > 1 each rank keeps its rows of the weights and frees
@@ -46,13 +48,12 @@ def parallelize_encoder(
     """
     check_mode(mode)
     check_numerics(numerics)
-    config = getattr(module, "config", None)
-    if not isinstance(module, nn.Module) or not hasattr(config, "to_dict"):
-        raise ConfigError(f"{type(module).__name__} is no Hugging Face encoder (a torch module with a config)")
+    if not isinstance(module, PreTrainedModel):
+        raise ConfigError(f"{type(module).__name__} is no Hugging Face encoder (a transformers.PreTrainedModel)")
     if hasattr(module, "plan") and isinstance(module.plan, Plan):
         raise ConfigError(f"{type(module).__name__} is spread already ({module.plan.summary()}); load it again")
     groups = groups or Groups(group)
-    plan = decide(config, mode, groups, layout, numerics, batch_size, dtype=str(module.dtype).removeprefix("torch."))
+    plan = decide(module.config, type(module).__name__, mode, groups, layout, numerics, batch_size, module.dtype)
     shards = None
     if plan.layout.tp > 1:
         check_in_memory(module)
@@ -66,22 +67,30 @@ def parallelize_encoder(
 
 def decide(
     config: Any,
+    architecture: str,
     mode: Mode,
     groups: Groups,
     layout: Layout | None,
     numerics: Numerics,
     batch_size: int | None,
-    dtype: str,
+    dtype: torch.dtype,
 ) -> Plan:
     """Return the plan for an encoder over the ranks of `groups`, and say at WARNING what it can't honour."""
-    replica_size = len(groups.ranks) if layout is None else layout.size
-    plan = plan_encoder(config, mode, replica_size, batch_size, layout=layout, dtype=dtype, numerics=numerics)
-    if mode != "auto" and plan.resolved != mode:
-        logger.warning("%s: mode=%s runs as %s: %s", plan.family, mode, plan.resolved, "; ".join(plan.reasons))
+    plan = plan_encoder(
+        {**config.to_dict(), "architectures": [architecture]},
+        mode,
+        len(groups.ranks) if layout is None else layout.size,
+        batch_size,
+        layout=layout,
+        dtype=str(dtype).removeprefix("torch."),
+        numerics=numerics,
+    )
+    for warning in plan.warnings:
+        logger.warning("%s: %s", plan.family, warning)
     return plan
 
 
-def attach(module: nn.Module, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spread:
+def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spread:
     """Make `module`, whose weights are cut as `shards` says, run on `mesh`: wire its layers and replace its forward."""
     if shards is not None:
         wire(module, shards, mesh.tp)
@@ -91,8 +100,8 @@ def attach(module: nn.Module, plan: Plan, mesh: Mesh, shards: ShardPlan | None) 
         if mesh.dp.size > 1:
             gather_few_rows(module, mesh.dp, current)
     spread = Spread(module, mesh, plan, current)
-    module.forward = spread.encode  # type: ignore[method-assign]
-    module.plan = plan  # type: ignore[assignment]
+    module.forward = spread.encode
+    module.plan = plan
     return spread
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from enfold.errors import EncodeError, LostRankError, MismatchError
 
@@ -66,12 +67,12 @@ class Watch:
         self.lost: str | None = None
         self.noticed = False
         self.started: dict[str, list[Op]] = {}
-        self.store: dist.Store | None = None
+        self.store: Any = None  # a torch.distributed Store
         if control is not None:
             store = control.get_group_store()
             # The ranks of a replica make their meshes in the same order, so this number is the same on all of them.
             number = store.add(f"enfold/meshes/{rank}", 1)
-            self.store = dist.PrefixStore(f"enfold/mesh{number}", store)
+            self.store = PrefixStore(f"enfold/mesh{number}", store)
 
     @contextmanager
     def call(self, signature: str) -> Iterator[None]:
@@ -232,8 +233,8 @@ class Watch:
         absent = [rank for rank in self.ranks if rank not in self._states()]
         where = f"in {op.kind} of {op.num_bytes} bytes" if op else "while leaving a failed call"
         return self._broken(
-            f"rank {self.rank} waited {self.timeout_s:g} s {where} for ranks {absent or 'that are busy'}; every rank of "
-            f"{self.ranks} must make the same calls (a longer limit: timeout=)"
+            f"rank {self.rank} waited {self.timeout_s:g} s {where} for ranks {absent or 'that are busy'}; every rank "
+            f"of {self.ranks} must make the same calls (a longer limit: timeout=)"
         )
 
     def _broken(self, reason: str) -> LostRankError:
