@@ -51,8 +51,9 @@ class Spread:
         Takes what the module's forward takes, returns what it returns, key-value caches left out unless the call asks
         for one. Raises EncodeError (or one of its kinds) with the same text on every rank.
         """
-        call = self._arguments(args, kwargs)
-        with self.mesh.watch.call(describe(call)):
+        with self.mesh.watch.call():
+            call = self._arguments(args, kwargs)
+            self.mesh.watch.agree(describe(call))
             num_rows = count_rows(call)
             if num_rows == 0:
                 return map_tensors(self.forward(**one_row(call)), lambda x: x[:0])

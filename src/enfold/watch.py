@@ -75,11 +75,11 @@ class Watch:
             self.store = PrefixStore(f"enfold/mesh{number}", store)
 
     @contextmanager
-    def call(self, signature: str) -> Iterator[None]:
-        """Run one call of the replica: the same `signature` on every rank, and one outcome on every rank.
+    def call(self) -> Iterator[None]:
+        """Run one call of the replica, which starts with `agree`: one outcome on every rank.
 
-        Raises MismatchError where the signatures differ, EncodeError (naming the rank and its error) where a rank
-        failed inside, LostRankError where a rank did not answer; each with the same text on every rank that is alive.
+        Raises EncodeError (naming the rank and its error) where a rank failed inside, LostRankError where a rank did
+        not answer; each with the same text on every rank that is alive.
         """
         if self.store is None:
             yield
@@ -90,7 +90,6 @@ class Watch:
         self.noticed = False
         self.started = {name: [] for name in self.axes}
         try:
-            self._agree(signature)
             yield
             self._finish()
         except (MismatchError, LostRankError):
@@ -127,7 +126,10 @@ class Watch:
 
     # The start and the end of a call: two small collectives on the replica axis.
 
-    def _agree(self, signature: str) -> None:
+    def agree(self, signature: str) -> None:
+        """Compare what the ranks were called with; raise MismatchError that shows each where they differ."""
+        if self.store is None:
+            return
         digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
         seen = self._exchange(digest)
         if len(set(seen)) > 1:
@@ -145,7 +147,10 @@ class Watch:
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         gathered = self.axes["replica"].all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        return [bytes(row.tolist()) for row in gathered]
+        seen = [bytes(row.tolist()) for row in gathered]
+        if any(not any(each) for each in seen):  # zeros: the answer of a rank that has failed
+            raise PeerFailedError
+        return seen
 
     # After a failure. Notes and states live in the store under the number of the call.
 
@@ -189,12 +194,17 @@ class Watch:
         self._set("failed", "1")
         self._publish(stopped=True)
         deadline = time.monotonic() + self.timeout_s
+        answers: list[tuple[dist.Work, str]] = []
         while not self._all_stopped(states := self._states()):
-            if not self._answer(states, deadline):
-                time.sleep(POLL_S)
+            answers += self._answer(states)
             self._noted()
             if time.monotonic() > deadline:
                 raise self._timed_out(None) from error
+            time.sleep(POLL_S)
+        for work, axis in answers:
+            while not self._done(work, axis):
+                if time.monotonic() > deadline:
+                    raise self._timed_out(None) from error
 
     def _all_stopped(self, states: dict[int, dict[str, Any]]) -> bool:
         if len(states) < len(self.ranks) or not all(state["stopped"] for state in states.values()):
@@ -203,22 +213,20 @@ class Watch:
             len({len(states[rank]["started"][name]) for rank in axis.ranks}) == 1 for name, axis in self.axes.items()
         )
 
-    def _answer(self, states: dict[int, dict[str, Any]], deadline: float) -> bool:
-        """Start what a peer has started and this rank has not; return whether there was something."""
+    def _answer(self, states: dict[int, dict[str, Any]]) -> list[tuple[dist.Work, str]]:
+        """Start what a peer has started and this rank has not, on every axis, without waiting for any of it.
+
+        Peers may wait on different axes, and one may be released only by what another waits for.
+        """
+        works: list[tuple[dist.Work, str]] = []
         for name, axis in self.axes.items():
             peers = [states[rank]["started"][name] for rank in axis.ranks if rank in states]
-            longest = max(peers, key=len)
-            missing = [Op(*op) for op in longest[len(self.started[name]) :]]
-            for op in missing:
-                work = axis.answer(op)
+            for op in (Op(*each) for each in max(peers, key=len)[len(self.started[name]) :]):
+                works.append((axis.answer(op), name))
                 self.started[name].append(op)
-                self._publish(stopped=True)
-                while work is not None and not self._done(work, name):
-                    if time.monotonic() > deadline:
-                        raise self._timed_out(op)
-            if missing:
-                return True
-        return False
+        if works:
+            self._publish(stopped=True)
+        return works
 
     def _verdict(self) -> str:
         texts = {rank: self._get(f"error/{rank}") for rank in self.ranks}

@@ -1,0 +1,41 @@
+"""Every family in every layout returns the bits of the plain module on one rank. The whole table: matrix.py --full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cells import cell
+from matrix import LAYOUTS
+from models import BY_NAME
+from ranks import Ranks
+
+SWEPT = ("T5", "CLIP text", "SigLIP vision", "Qwen3")
+"""These try every batch size around the number of ranks."""
+
+ODD_WIDTHS = ("DINOv2 (odd width)",)
+"""fp32 activations at such widths have other bits in plain torch: the reference is `replicate` (test_numerics.py)."""
+
+
+def cases(name: str, world: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return (rows of the batch, threads)."""
+    if dtype == torch.bfloat16:
+        return [(world + 1, 1)]
+    if name in SWEPT:
+        return [*((rows, 1) for rows in sorted({0, 1, world - 1, world, world + 1})), (world + 1, 2), (1, 2)]
+    return [(1, 1), (world + 1, 1), (world + 1, 2)]
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in ODD_WIDTHS])
+def test_bits_are_those_of_one_rank(ranks: Ranks, name: str) -> None:
+    found = []
+    for world, layouts in LAYOUTS.items():
+        for label, layout in layouts.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                answers = ranks.run(cell, world, name, dtype, layout, cases(name, world, dtype))
+                found += [
+                    f"{label} on {world} ranks, {dtype}, rank {rank}, (rows, threads) {case}: {texts[0]}"
+                    for rank, answer in enumerate(answers)
+                    for case, texts in answer.items()
+                    if texts
+                ]
+    assert not found, "\n".join(found)
