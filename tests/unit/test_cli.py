@@ -248,9 +248,15 @@ def test_entries_of_a_tuple_become_one_row() -> None:
 
 
 def test_a_mode_is_exact_only_if_ranks_agree_and_all_bits_are_equal() -> None:
-    equal, differ = (Comparison("x", (1,), "float32", bits, 0.0, 0.0) for bits in (True, False))
+    equal = Comparison("x", (1,), "float32", True, 0.0, 0.0)
+    differ = Comparison("x", (1,), "float32", False, 1e-4, 1e-4)
+    rounding = Comparison("x", (1,), "float32", False, 1e-7, 1e-7)
+    coarse = Comparison("x", (1,), "bfloat16", False, 1e-7, 1e-7)
     assert ModeResult("dp", "1x2x1", plain=[equal]).exact
     assert not ModeResult("dp", "1x2x1", plain=[equal, differ]).exact
+    assert not ModeResult("dp", "1x2x1", plain=[coarse]).exact
+    assert ModeResult("dp", "1x2x1", plain=[rounding], replicate=[equal]).exact, "replicate is the reference then"
+    assert not ModeResult("dp", "1x2x1", plain=[equal], replicate=[rounding]).exact
     assert not ModeResult("dp", "1x2x1", plain=[equal], ranks_agree=False).exact
     assert not ModeResult("dp", "1x2x1", failed="out of memory").exact
 

@@ -1,0 +1,1 @@
+"""The command line: argparse, tables, files. Heavy imports happen inside the commands."""
