@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from enfold.comm import DEFAULT_TIMEOUT_S, Groups, build_mesh
+from enfold.comm import DEFAULT_TIMEOUT_S, Groups, build_mesh, build_watch
 from enfold.config import Mode, Numerics, check_mode, check_numerics
 from enfold.encoders import family_of
 from enfold.errors import CheckpointError, ConfigError
@@ -63,19 +63,23 @@ def load_encoder(
     """
     check_mode(mode)
     check_numerics(numerics)
-    folder = find_folder(path_or_hub_id, subfolder)
-    source = open_source(folder, allow_pickle)
-    cls, config, declared = encoder_class(folder, architecture)
-    torch_dtype = choose_dtype(dtype, config, source)
     groups = Groups(group)
-    plan = decide(config, cls.__name__, mode, groups, layout, numerics, batch_size, torch_dtype)
-    module = build_on_meta(cls, config, torch_dtype, source.names)
-    stored = match_names(module, source, strict=declared == cls.__name__)
-    shards = plan_shards(module, plan.layout.tp, numerics) if plan.layout.tp > 1 else None
+    watch = build_watch(groups, timeout)
+    with watch.call("load_encoder"):
+        folder = find_folder(path_or_hub_id, subfolder)
+        source = open_source(folder, allow_pickle)
+        cls, config, declared = encoder_class(folder, architecture)
+        torch_dtype = choose_dtype(dtype, config, source)
+        plan = decide(config, cls.__name__, mode, groups, layout, numerics, batch_size, torch_dtype)
+        module = build_on_meta(cls, config, torch_dtype, source.names)
+        stored = match_names(module, source, strict=declared == cls.__name__)
+        shards = plan_shards(module, plan.layout.tp, numerics) if plan.layout.tp > 1 else None
+        watch.agree(f"{cls.__name__}, {plan.summary()}, tensors {sorted(stored.items())}")
     mesh = build_mesh(plan.layout, groups, timeout)
-    if shards is not None:
-        cut_weights(module, shards, mesh.tp.index)
-    fill(module, source, stored, partial(_slice_of, shards, mesh.tp.index), torch.device(device or "cpu"))
+    with watch.call("load_encoder"):
+        if shards is not None:
+            cut_weights(module, shards, mesh.tp.index)
+        fill(module, source, stored, partial(_slice_of, shards, mesh.tp.index), torch.device(device or "cpu"))
     attach(module, plan, mesh, shards)
     return module.eval()
 
@@ -184,6 +188,7 @@ def build_on_meta(
             meta = parameter.data.to("meta", _kept_dtype(module, f"{owner[0]}.{key}", dtype))
             made[id(parameter)] = nn.Parameter(meta, requires_grad=False)
         setattr(owner[1], key, made[id(parameter)])
+    module.tie_weights()
     return module
 
 

@@ -176,6 +176,11 @@ def build_mesh(layout: Layout, groups: Groups, timeout_s: float = DEFAULT_TIMEOU
     return mesh
 
 
+def build_watch(groups: Groups, timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
+    """Return a watch over all ranks of `groups.parent`, for work that they do together before there is a mesh."""
+    return build_mesh(Layout(replicate=len(groups.ranks)), groups, timeout_s).watch
+
+
 def _control_group(
     groups: Groups, replicas: Sequence[tuple[int, ...]], mine: tuple[int, ...]
 ) -> dist.ProcessGroup | None:

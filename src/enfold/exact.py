@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 
 from enfold.blocks import Packing, split_rows, unpack_rows
 from enfold.comm import Axis
+from enfold.shard import wrap_forward
 
 GRAIN_SIZE = 32768
 """at::internal::GRAIN_SIZE: a thread of an elementwise kernel gets at least this many elements."""
@@ -58,7 +58,7 @@ def align_activations(module: nn.Module) -> None:
     modules: Iterable[Any] = module.modules()
     for child in modules:
         if isinstance(child, ELEMENTWISE) or type(child).__module__ == "transformers.activations":
-            child.forward = partial(aligned_map, child.forward)
+            wrap_forward(child, aligned_map)
 
 
 @dataclass
@@ -76,10 +76,10 @@ def gather_few_rows(module: nn.Module, axis: Axis, current: Current) -> None:
     modules: list[Any] = list(module.modules())
     for child in modules:
         if isinstance(child, nn.Linear):
-            child.forward = partial(_linear, child.forward, axis, current)
+            wrap_forward(child, _linear, axis, current)
         elif any(isinstance(part, nn.MultiheadAttention) for part in child.children()):
             # The whole pool, not its attention: whether that gets a mask hangs on the data of each rank.
-            child.forward = partial(_pool, child.forward, axis, current)
+            wrap_forward(child, _pool, axis, current)
 
 
 def is_few(num_rows: int) -> bool:

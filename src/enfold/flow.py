@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from enfold.blocks import Packing, pack_rows, split_rows, unpack_rows
 from enfold.comm import Mesh
@@ -35,11 +34,14 @@ NOT_ROWS = frozenset({*CACHES, "cache_position", "image_grid_thw", "video_grid_t
 
 
 class Spread:
-    """One encoder on one rank of its mesh; holds what a call needs and nothing of who started the rank."""
+    """One encoder on one rank of its mesh; holds what a call needs and nothing of who started the rank.
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, current: Current) -> None:
-        self.forward: Callable[..., Any] = module.forward
-        self.signature = inspect.signature(module.forward)
+    forward: the module's own, which `encode` stands in for.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mesh: Mesh, plan: Plan, current: Current) -> None:
+        self.forward = forward
+        self.signature = inspect.signature(forward)
         self.mesh = mesh
         self.plan = plan
         self.current = current
@@ -49,9 +51,11 @@ class Spread:
         """Encode a batch with the ranks of the replica; every rank passes the same batch and gets the same output.
 
         Takes what the module's forward takes, returns what it returns, key-value caches left out unless the call asks
-        for one. Raises EncodeError (or one of its kinds) with the same text on every rank.
+        for one. No gradient flows back through ranks: where dp or tp is above 1 the output carries none.
+        Raises EncodeError (or one of its kinds) with the same text on every rank.
         """
-        with self.mesh.watch.call():
+        is_alone = self.mesh.dp.size == self.mesh.tp.size == 1
+        with torch.set_grad_enabled(is_alone and torch.is_grad_enabled()), self.mesh.watch.call():
             call = self._arguments(args, kwargs)
             self.mesh.watch.agree(describe(call))
             num_rows = count_rows(call)
@@ -102,16 +106,24 @@ def count_rows(call: Mapping[str, Any]) -> int | None:
     return None
 
 
+def why_whole(call: Mapping[str, Any]) -> str | None:
+    """Return why a call is not split whatever its sizes; None where nothing speaks against it."""
+    given = {name for name, value in call.items() if value is not None}
+    if call.get("use_cache"):
+        return "it asks for a key-value cache"
+    if "pixel_values" in given and given & {"input_ids", "inputs_embeds"}:
+        return "it has texts and images, and how many images go with each text is not known"
+    return next((f"{name} does not hold one entry per row" for name in call if name in NOT_ROWS & given), None)
+
+
 def row_dims(call: Mapping[str, Any], num_rows: int | None) -> dict[str, int] | str:
     """Return along which dimension each tensor holds the rows of the batch, or why the batch can't be split."""
     if num_rows is None:
         return f"it has none of {', '.join(MAIN_INPUTS)}"
-    if call.get("use_cache"):
-        return "it asks for a key-value cache"
+    if reason := why_whole(call):
+        return reason
     dims: dict[str, int] = {}
     for name, value in call.items():
-        if name in NOT_ROWS and value is not None:
-            return f"{name} does not hold one entry per row"
         if isinstance(value, torch.Tensor) and value.dim():
             if name == "position_ids" and value.dim() == 3 and value.shape[1] == num_rows:
                 dims[name] = 1  # one plane per rotary axis

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -336,12 +336,32 @@ def wire(module: nn.Module, plan: ShardPlan, axis: Axis) -> None:
     for name, shard in plan.modules.items():
         child: Any = module.get_submodule(name)
         if shard.style == "fast_rowwise":
-            child.forward = partial(_sum_partials, child, axis)
+            wrap_forward(child, _sum_partials, child, axis)
         elif shard.style in ("rowwise", "colwise_gather_output", "columns"):
-            child.forward = partial(_gathered, child.forward, axis, shard.in_widths, shard.out_widths)
+            wrap_forward(child, _gathered, axis, shard.in_widths, shard.out_widths)
     for name, attention in plan.attentions.items():
-        child = module.get_submodule(name)
-        child.forward = partial(_whole_attention_weights, child.forward, axis, attention)
+        wrap_forward(module.get_submodule(name), _whole_attention_weights, axis, attention)
+
+
+def wrap_forward(module: Any, function: Callable[..., Any], *first: Any) -> None:
+    """Replace a module's forward by `function(forward, *first, ...)`."""
+    replace_forward(module, partial(function, forward_of(module), *first))
+
+
+def forward_of(module: Any) -> Callable[..., Any]:
+    """Return a module's forward; where accelerate has hooked the module, the one beneath the hook."""
+    forward: Callable[..., Any] = getattr(module, "_old_forward", module.forward)
+    return forward
+
+
+def replace_forward(module: Any, function: Callable[..., Any]) -> None:
+    """Put `function` in the place of a module's forward, with its signature (generate() reads that).
+
+    Beneath an accelerate hook, which so still brings weights and inputs together before the call, and which can be
+    taken off again.
+    """
+    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
+    setattr(module, name, update_wrapper(partial(function), forward_of(module)))
 
 
 def _gathered(
@@ -357,7 +377,7 @@ def _gathered(
     return y if out_widths is None else axis.gather_features(y, out_widths)
 
 
-def _sum_partials(layer: nn.Linear, axis: Axis, x: torch.Tensor) -> torch.Tensor:
+def _sum_partials(_: Callable[..., torch.Tensor], layer: nn.Linear, axis: Axis, x: torch.Tensor) -> torch.Tensor:
     y = axis.all_reduce(F.linear(x, layer.weight))
     return y if layer.bias is None else y + layer.bias
 

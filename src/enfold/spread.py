@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from enfold.exact import Current, align_activations, gather_few_rows
 from enfold.flow import Spread
 from enfold.layout import Layout
 from enfold.plan import Plan, plan_encoder
-from enfold.shard import ShardPlan, cut_weights, plan_shards, wire
+from enfold.shard import ShardPlan, cut_weights, forward_of, plan_shards, replace_forward, wire
 
 logger = logging.getLogger("enfold")
 
@@ -46,18 +47,45 @@ def parallelize_encoder(
 
     Raises LayoutError, UnknownFamilyError or ConfigError before any weight is touched.
     """
+    groups = groups or Groups(group)
+    return spread_out(prepare(module, mode, groups, layout, numerics, batch_size), groups, timeout)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An encoder that is planned and not touched yet. shards is None where no weight is cut."""
+
+    module: PreTrainedModel
+    plan: Plan
+    shards: ShardPlan | None
+
+
+def prepare(
+    module: PreTrainedModel,
+    mode: Mode,
+    groups: Groups,
+    layout: Layout | None = None,
+    numerics: Numerics = "exact",
+    batch_size: int | None = None,
+) -> Prepared:
+    """Plan one encoder; everything that can be refused is refused here, alike on every rank."""
     check_mode(mode)
     check_numerics(numerics)
     if not isinstance(module, PreTrainedModel):
         raise ConfigError(f"{type(module).__name__} is no Hugging Face encoder (a transformers.PreTrainedModel)")
     if hasattr(module, "plan") and isinstance(module.plan, Plan):
         raise ConfigError(f"{type(module).__name__} is spread already ({module.plan.summary()}); load it again")
-    groups = groups or Groups(group)
     plan = decide(module.config, type(module).__name__, mode, groups, layout, numerics, batch_size, module.dtype)
     shards = None
     if plan.layout.tp > 1:
         check_in_memory(module)
         shards = plan_shards(module, plan.layout.tp, numerics)
+    return Prepared(module, plan, shards)
+
+
+def spread_out(prepared: Prepared, groups: Groups, timeout: float = DEFAULT_TIMEOUT_S) -> PreTrainedModel:
+    """Cut and wire a prepared encoder; collective, since it makes the process groups that are missing."""
+    module, plan, shards = prepared.module, prepared.plan, prepared.shards
     mesh = build_mesh(plan.layout, groups, timeout)
     if shards is not None:
         cut_weights(module, shards, mesh.tp.index)
@@ -99,8 +127,8 @@ def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spr
         align_activations(module)
         if mesh.dp.size > 1:
             gather_few_rows(module, mesh.dp, current)
-    spread = Spread(module, mesh, plan, current)
-    module.forward = spread.encode
+    spread = Spread(forward_of(module), mesh, plan, current)
+    replace_forward(module, spread.encode)
     module.plan = plan
     return spread
 

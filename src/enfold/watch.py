@@ -75,11 +75,11 @@ class Watch:
             self.store = PrefixStore(f"enfold/mesh{number}", store)
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, what: str = "encode") -> Iterator[None]:
         """Run one call of the replica, which starts with `agree`: one outcome on every rank.
 
-        Raises EncodeError (naming the rank and its error) where a rank failed inside, LostRankError where a rank did
-        not answer; each with the same text on every rank that is alive.
+        Where every rank fails alike each raises its own error. Where only some fail all raise EncodeError, which names
+        a rank and its error; where one does not answer the others raise LostRankError.
         """
         if self.store is None:
             yield
@@ -96,13 +96,16 @@ class Watch:
             raise
         except Exception as error:
             self._stop(error)
-            raise EncodeError(self._verdict()) from (None if isinstance(error, PeerFailedError) else error)
+            verdict = self._verdict(what)
+            if verdict is None:
+                raise
+            raise EncodeError(verdict) from (None if isinstance(error, PeerFailedError) else error)
 
     def wait(self, work: dist.Work | None, axis: str, op: Op) -> None:
         """Wait for a collective that this rank has started on `axis`; raise PeerFailedError if a peer has failed."""
         if work is None:
             return
-        self.started[axis].append(op)
+        self.started.setdefault(axis, []).append(op)  # a submodule may be called by itself, outside of any call
         if op.device != "cpu":
             work.wait()  # orders the stream only; a failed peer shows at the end of the call
             return
@@ -228,12 +231,15 @@ class Watch:
             self._publish(stopped=True)
         return works
 
-    def _verdict(self) -> str:
+    def _verdict(self, what: str) -> str | None:
+        """Return what went wrong, in the same words on every rank; None where every rank failed in the same way."""
         texts = {rank: self._get(f"error/{rank}") for rank in self.ranks}
         errors = {rank: text for rank, text in texts.items() if text is not None}
+        if len(errors) == len(self.ranks) and len(set(errors.values())) == 1:
+            return None
         first = min(errors)
         others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-        return f"rank {first} failed in encode{others}: {errors[first]}"
+        return f"rank {first} failed in {what}{others}: {errors[first]}"
 
     def _timed_out(self, op: Op | None) -> LostRankError:
         self._publish(stopped=False)

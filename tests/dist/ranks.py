@@ -45,7 +45,7 @@ class Ranks:
                 raise RankFailed(f"rank {rank} did not answer {function.__name__} within {limit_s} s")
             try:
                 answers.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 raise RankFailed(f"rank {rank} died in {function.__name__}") from None
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
@@ -70,8 +70,11 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Any) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
     )
-    groups = {1: None, 2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], num_ranks: dist.group.WORLD}
-    groups[3] = dist.new_group([0, 1, 2])
+    groups: dict[int, Any] = {1: None, num_ranks: dist.group.WORLD}
+    for world in range(2, num_ranks):  # the first ranks; where they divide, every rank has such a group
+        starts = range(0, num_ranks, world) if num_ranks % world == 0 else (0,)
+        made = [dist.new_group(list(range(start, start + world))) for start in starts]
+        groups[world] = made[min(rank // world, len(made) - 1)]
     while True:
         try:
             function, world, args = pipe.recv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -10,9 +11,10 @@ from transformers import PreTrainedModel
 
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups
 from enfold.config import Mode, Numerics, check_mode, check_numerics
-from enfold.errors import ConfigError
+from enfold.errors import ConfigError, EnfoldError
+from enfold.flow import MAIN_INPUTS
 from enfold.layout import Layout
-from enfold.spread import parallelize_encoder
+from enfold.spread import Prepared, parallelize_encoder, prepare, spread_out
 
 
 def parallelize(
@@ -29,6 +31,8 @@ def parallelize(
 
     Collective over `group` (default: all ranks). See `parallelize_encoder` for the arguments; they hold for every
     encoder of a pipeline, and `auto` decides for each by itself. Encoders of one pipeline share their process groups.
+
+    Raises before any encoder is touched, naming the component, where one of them can't be spread as asked.
     """
     if isinstance(module_or_pipeline, nn.Module):
         return parallelize_encoder(
@@ -37,19 +41,23 @@ def parallelize(
         )  # fmt: skip
     check_mode(mode)
     check_numerics(numerics)
-    found = encoders_of(module_or_pipeline)
     groups = Groups(group)
-    for encoder in found.values():
-        parallelize_encoder(
-            encoder, mode, layout=layout, numerics=numerics, timeout=timeout, batch_size=batch_size, groups=groups
-        )
+    prepared: list[Prepared] = []
+    for name, encoder in encoders_of(module_or_pipeline).items():
+        try:
+            prepared.append(prepare(encoder, mode, groups, layout, numerics, batch_size))
+        except EnfoldError as error:
+            raise type(error)(f"{name}: {error}") from error
+    for each in prepared:
+        spread_out(each, groups, timeout)
     return module_or_pipeline
 
 
-def encoders_of(pipeline: Any) -> dict[str, nn.Module]:
+def encoders_of(pipeline: Any) -> dict[str, PreTrainedModel]:
     """Return the text and image encoders among the components of a Diffusers pipeline, by component name.
 
-    They are the Transformers models; the safety checker is one too, and encodes nothing for the pipeline.
+    They are the Transformers models whose call takes token ids, embeddings or pixels (a safety checker or a vocoder
+    takes neither). One that stands under two names is returned once.
     """
     components = getattr(pipeline, "components", None)
     if not isinstance(components, dict):
@@ -57,11 +65,17 @@ def encoders_of(pipeline: Any) -> dict[str, nn.Module]:
             f"{type(pipeline).__name__} is neither a torch module nor a Diffusers pipeline; "
             "pass one encoder, or a pipeline with .components"
         )
-    found = {
-        name: component
-        for name, component in components.items()
-        if isinstance(component, PreTrainedModel) and name != "safety_checker"
-    }
+    found: dict[str, PreTrainedModel] = {}
+    for name, component in components.items():
+        if is_encoder(component) and not any(component is other for other in found.values()):
+            found[name] = component
     if not found:
         raise ConfigError(f"{type(pipeline).__name__} has no text or image encoder among {', '.join(components)}")
     return found
+
+
+def is_encoder(component: Any) -> bool:
+    """Return whether a pipeline's component is a Transformers model that takes texts or images."""
+    if not isinstance(component, PreTrainedModel):
+        return False
+    return not set(MAIN_INPUTS).isdisjoint(inspect.signature(component.forward).parameters)
