@@ -1,0 +1,43 @@
+# make demo, make test: each makes .venv and installs pinned dependencies by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per rank: ranks share the cores, and an oversubscribed run says nothing.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test check format matrix bench clean
+help:            ## list the targets
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/	/'
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"enfold needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; set PYTHON="'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/installed  ## encode real sentences with a real model on 2 ranks, print neighbours, plan and times
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed  ## unit, dist and e2e tests
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/installed  ## lint, format, types, import contracts, docs against the tree
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python docs/check.py
+
+format: $(VENV)/installed  ## format the code
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+matrix: $(VENV)/installed  ## the whole equivalence matrix as a table (about 20 minutes on 2 cores)
+	$(BIN)/python tests/dist/matrix.py --full
+
+bench: $(VENV)/installed  ## fold and dp against one rank, T5 of width 4096
+	$(BIN)/python benchmarks/t5_width_4096.py
+
+clean:           ## remove the virtual environment and what the demo wrote
+	rm -rf $(VENV) demo-out
