@@ -1,6 +1,7 @@
 """fold and dp against one rank, on a T5 encoder of width 4096 (2 layers, random weights, bf16), 512 tokens.
 
     python benchmarks/t5_width_4096.py [--rounds 5] [--json]
+    python benchmarks/t5_width_4096.py --save DIR      # then: enfold verify --model-path DIR --num-gpus 2
 
 Two ranks with one thread each. In every round each form runs once, in turn, so that a slower moment of the machine
 meets all of them; the ratio of a round is taken within it. "one rank" is the plain Transformers module on rank 0 with
@@ -77,7 +78,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", metavar="DIR", help="only save the encoder there, for enfold verify and plan")
     args = parser.parse_args()
+    if args.save:
+        build().save_pretrained(args.save)
+        return
     batches = {"fold": 1, "dp": 2}
     goals = {"fold": 0.60, "dp": 0.56}
     times: dict[str, list[float]] = {f"{form} at batch {size}": [] for size in (1, 2) for form in FORMS}
@@ -90,21 +95,21 @@ def main() -> None:
                     equal &= same
                     if number:  # the first round warms up
                         times[f"{form} at batch {size}"].append(seconds)
-    ratios = {
-        form: [a / b for a, b in zip(times[f"{form} at batch {size}"], times[f"one rank at batch {size}"], strict=True)]
-        for form, size in batches.items()
-    }
+    ratios = {}
+    for form, size in batches.items():
+        pairs = zip(times[f"{form} at batch {size}"], times[f"one rank at batch {size}"], strict=True)
+        ratios[form] = [spread / alone for spread, alone in pairs]
     if args.json:
         print(json.dumps({"seconds": times, "ratio": ratios, "bits equal": equal}))
         return
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {NUM_RANKS} ranks x 1 thread, {args.rounds} rounds")
+    cpu = torch.backends.cpu.get_cpu_capability()
+    print(f"torch {torch.__version__}, {cpu}, {NUM_RANKS} ranks x 1 thread, {args.rounds} rounds")
     for name, values in times.items():
         print(f"{name:22s} min {min(values):7.3f} s   median {statistics.median(values):7.3f} s")
     for form, values in ratios.items():
-        print(
-            f"{form} at batch {batches[form]} / one rank: min {min(values):.3f}, median {statistics.median(values):.3f} "
-            f"(goal: at most {goals[form]:.2f})"
-        )
+        median = statistics.median(values)
+        print(f"{form} at batch {batches[form]} / one rank: min {min(values):.3f}, median {median:.3f}", end="")
+        print(f" (goal: at most {goals[form]:.2f})")
     print(f"bits equal to one rank in every call: {'yes' if equal else 'NO'}")
 
 

@@ -41,7 +41,9 @@ def enfold(*words: str) -> str:
     """Run an enfold command, show it, and return what it prints."""
     shown = " ".join(word.replace(model_folder(), "MINILM").replace(f"{HERE.parent}/", "") for word in words)
     print(f"\n$ enfold {shown}", flush=True)
-    return subprocess.run([sys.executable, "-m", "enfold", *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "enfold", *words], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def encode(num_ranks: int, mode: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -132,21 +132,22 @@ def test_an_even_cut_is_a_partition_with_the_larger_shares_first(units: int, par
 
 
 def test_features_are_cut_at_multiples_of_64() -> None:
-    assert cut_features(10250, 4) == [(0, 2624), (2624, 5184), (5184, 7744), (7744, 10250)]
+    assert cut_features(10250, 4) == [(0, 2560), (2560, 5120), (5120, 7680), (7680, 10250)]
     assert cut_features(256, 4) == [(0, 64), (64, 128), (128, 192), (192, 256)]
     assert cut_features(192, 4) is None
-    assert cut_features(193, 4) == [(0, 64), (64, 128), (128, 192), (192, 193)]
+    assert cut_features(193, 4) is None, "one feature by itself has other bits than among 64"
+    assert cut_features(193, 3) == [(0, 64), (64, 128), (128, 193)]
 
 
 @given(features=st.integers(1, 40_000), parts=st.integers(1, 32))
 def test_a_cut_of_features_is_a_partition_at_multiples_of_the_unit(features: int, parts: int) -> None:
     cuts = cut_features(features, parts)
     if cuts is None:
-        assert -(-features // FEATURE_UNIT) < parts
+        assert features // FEATURE_UNIT < parts
         return
     assert (cuts[0][0], cuts[-1][1]) == (0, features)
     assert all(stop == start for (_, stop), (start, _) in pairwise(cuts))
-    assert all(start % FEATURE_UNIT == 0 and start < stop for start, stop in cuts)
+    assert all(start % FEATURE_UNIT == 0 and stop - start >= FEATURE_UNIT for start, stop in cuts)
 
 
 @pytest.mark.parametrize(

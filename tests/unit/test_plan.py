@@ -162,7 +162,7 @@ def test_uneven_heads_and_features_count_the_fullest_rank() -> None:
     assert plan_encoder(config, "fold", 8).bytes_per_rank == 4 * shares[0]
     assert plan_encoder(config, "fold", 8).whole_parts == ()
     wide = read_facts(t5(1024, d_ff=10250, num_heads=16, num_layers=1))
-    assert rank_parameters(wide, 4)[0] - rank_parameters(wide, 4)[3] == (2624 - 2506) * 1024
+    assert rank_parameters(wide, 4)[3] - rank_parameters(wide, 4)[0] == (2570 - 2560) * 1024
 
 
 def test_what_stays_whole_is_named_with_its_reason() -> None:

@@ -1,0 +1,52 @@
+"""What users see can't drift: the names that enfold exports, the options of its commands, what importing it costs."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import enfold
+from enfold import errors
+from enfold.cli.main import build_parser
+
+OPTIONS = {
+    "encode": "batch-size dp-size dtype encoder-parallel help input json max-length model-path num-gpus numerics "
+    "output pooling subfolder threads-per-rank timeout tp-size",
+    "plan": "batching-max-size dp-size dtype encoder-parallel help json model-path num-gpus numerics subfolder tp-size",
+    "verify": "batch-size dtype help json length model-path num-gpus numerics subfolder threads-per-rank timeout",
+}
+
+
+def test_all_is_what_can_be_imported() -> None:
+    assert enfold.__all__ == sorted(enfold.__all__, key=lambda name: (name.islower(), name))
+    for name in enfold.__all__:
+        assert getattr(enfold, name).__name__ == name
+    assert set(dir(enfold)) == {*enfold.__all__, "__version__"}
+    with pytest.raises(AttributeError, match="no_such_name"):
+        enfold.no_such_name  # noqa: B018
+
+
+def test_options_of_the_commands() -> None:
+    subparsers = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found = {
+        name: " ".join(
+            sorted(flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
+        )
+        for name, parser in subparsers.choices.items()
+    }
+    assert found == OPTIONS
+
+
+def test_importing_enfold_brings_no_torch() -> None:
+    code = "import sys, enfold; enfold.plan_encoder; enfold.Layout; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_error_is_an_enfold_error() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert len(classes) == 9
+    assert all(issubclass(each, errors.EnfoldError) for each in classes)
+    assert all(each.__name__ in (errors.__doc__ or "") for each in classes)
