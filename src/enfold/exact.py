@@ -6,12 +6,18 @@ and vector code round differently. Where a chunk of the tensor would end inside 
 Few rows: a matrix product with few rows takes another kernel, and with it other bits. So where a dp split leaves a
 layer with few rows (a pooling head, a one-token prompt), the rows of all ranks are gathered, and every rank runs the
 layer in the shape that one rank would.
+
+A row tile: where the CPU has no bf16 instructions, several threads cut a half-precision product into pieces whose rows
+round by their place. There every layer's rows are padded to whole tiles, in every mode.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +32,8 @@ GRAIN_SIZE = 32768
 
 FEW_ROWS = 32
 """From 4 rows per thread on, row slices keep their bits (fp32 GEMM breaks at 1-3 rows per thread, bf16 at 1)."""
+
+ROW_TILE = 16
 
 ELEMENTWISE = (nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Mish, nn.Softplus)
 
@@ -59,6 +67,39 @@ def align_activations(module: nn.Module) -> None:
     for child in modules:
         if isinstance(child, ELEMENTWISE) or type(child).__module__ == "transformers.activations":
             wrap_forward(child, aligned_map)
+
+
+@lru_cache(maxsize=1)
+def has_bf16_instructions() -> bool:
+    """Return whether oneDNN multiplies bf16 natively here: the CPU can, and ONEDNN_MAX_CPU_ISA does not forbid it."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    allowed = limit in ("ALL", "DEFAULT") or "BF16" in limit or "AMX" in limit or "FP16" in limit
+    info = Path("/proc/cpuinfo")
+    return allowed and info.is_file() and "avx512_bf16" in info.read_text()
+
+
+def row_tile(x: torch.Tensor) -> int:
+    """Return the number that a layer's rows are padded to a multiple of; 1 where no tile is needed."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    needed = x.device.type == "cpu" and is_half and torch.get_num_threads() > 1 and not has_bf16_instructions()
+    return ROW_TILE if needed else 1
+
+
+def tile_rows(module: nn.Module) -> None:
+    """Make the rows of every linear layer independent of their place, where this CPU needs it."""
+    modules: Iterable[Any] = module.modules()
+    for child in modules:
+        if isinstance(child, nn.Linear):
+            wrap_forward(child, _tiled)
+
+
+def _tiled(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    tile, num_rows = row_tile(x), x.numel() // max(1, x.shape[-1])
+    if num_rows % tile == 0:
+        return forward(x)
+    flat = x.reshape(num_rows, x.shape[-1])
+    y = forward(torch.cat([flat, flat.new_zeros(-num_rows % tile, x.shape[-1])]))
+    return y[:num_rows].reshape(*x.shape[:-1], y.shape[-1])
 
 
 @dataclass

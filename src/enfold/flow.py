@@ -54,23 +54,27 @@ class Spread:
         for one. No gradient flows back through ranks: where dp or tp is above 1 the output carries none.
         Raises EncodeError (or one of its kinds) with the same text on every rank.
         """
+        with self.mesh.watch.call():
+            output = self._encode(args, kwargs)
         is_alone = self.mesh.dp.size == self.mesh.tp.size == 1
-        with torch.set_grad_enabled(is_alone and torch.is_grad_enabled()), self.mesh.watch.call():
-            call = self._arguments(args, kwargs)
-            self.mesh.watch.agree(describe(call))
-            num_rows = count_rows(call)
-            if num_rows == 0:
-                return map_tensors(self.forward(**one_row(call)), lambda x: x[:0])
-            packing = pack_rows(num_rows or 1, self.mesh.dp.size)
-            if packing is None:
-                return self.forward(**call)
-            dims = row_dims(call, num_rows)
-            if isinstance(dims, str):
-                self._say_declined(dims)
-                return self.forward(**call)
-            mine = split(call, dims, packing, self.mesh.dp.index)
-            features = self._forward(mine, packing)
-            return all_gather(features, packing, self.mesh)
+        return output if is_alone or not torch.is_grad_enabled() else map_tensors(output, torch.Tensor.detach)
+
+    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._arguments(args, kwargs)
+        self.mesh.watch.agree(describe(call))
+        num_rows = count_rows(call)
+        if num_rows == 0:
+            return map_tensors(self.forward(**one_row(call)), lambda x: x[:0])
+        packing = pack_rows(num_rows or 1, self.mesh.dp.size)
+        if packing is None:
+            return self.forward(**call)
+        dims = row_dims(call, num_rows)
+        if isinstance(dims, str):
+            self._say_declined(dims)
+            return self.forward(**call)
+        mine = split(call, dims, packing, self.mesh.dp.index)
+        features = self._forward(mine, packing)
+        return all_gather(features, packing, self.mesh)
 
     def _forward(self, call: Mapping[str, Any], packing: Packing) -> Any:
         self.current.packing = packing
@@ -131,9 +135,13 @@ def row_dims(call: Mapping[str, Any], num_rows: int | None) -> dict[str, int] | 
                 dims[name] = 0
             elif value.shape[0] != 1:
                 return f"{name} has shape {list(value.shape)}, which does not go with {num_rows} rows"
-        elif isinstance(value, list | tuple | dict) and any(isinstance(x, torch.Tensor) for x in leaves(value)):
-            return f"{name} holds tensors in a {type(value).__name__}"
+        elif isinstance(value, list | tuple | dict) and _may_hold_rows(value, num_rows):
+            return f"{name} is a {type(value).__name__} that may hold one entry per row"
     return dims
+
+
+def _may_hold_rows(value: Any, num_rows: int) -> bool:
+    return len(value) == num_rows or any(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
 
 
 def split(call: Mapping[str, Any], dims: Mapping[str, int], packing: Packing, share: int) -> dict[str, Any]:

@@ -122,11 +122,16 @@ def cut_evenly(num_units: int, num_parts: int) -> list[Cut]:
 
 
 def cut_features(num_features: int, num_parts: int, unit: int = FEATURE_UNIT) -> list[Cut] | None:
-    """Cut output features at multiples of `unit`; None where there are fewer units than parts (it stays whole)."""
-    num_units = -(-num_features // unit)
+    """Cut output features at multiples of `unit`; None where there are fewer units than parts (it stays whole).
+
+    No share is narrower than a unit: the last one takes what is left over. A matrix product with a few output features
+    takes another kernel, and with it other bits.
+    """
+    num_units = num_features // unit
     if num_units < num_parts:
         return None
-    return [(start * unit, min(stop * unit, num_features)) for start, stop in cut_evenly(num_units, num_parts)]
+    shares = cut_evenly(num_units, num_parts)
+    return [(start * unit, num_features if stop == num_units else stop * unit) for start, stop in shares]
 
 
 @dataclass(frozen=True)

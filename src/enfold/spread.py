@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups, Mesh, build_mesh
 from enfold.config import Mode, Numerics, check_mode, check_numerics
 from enfold.errors import ConfigError, LayoutError
-from enfold.exact import Current, align_activations, gather_few_rows
+from enfold.exact import Current, align_activations, gather_few_rows, has_bf16_instructions, tile_rows
 from enfold.flow import Spread
 from enfold.layout import Layout
 from enfold.plan import Plan, plan_encoder
@@ -105,7 +105,7 @@ def decide(
 ) -> Plan:
     """Return the plan for an encoder over the ranks of `groups`, and say at WARNING what it can't honour."""
     plan = plan_encoder(
-        {**config.to_dict(), "architectures": [architecture]},
+        {**config.to_dict(), "model_type": config.model_type or architecture, "architectures": [architecture]},
         mode,
         len(groups.ranks) if layout is None else layout.size,
         batch_size,
@@ -125,6 +125,8 @@ def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spr
     current = Current()
     if plan.numerics == "exact":
         align_activations(module)
+        if not has_bf16_instructions():
+            tile_rows(module)
         if mesh.dp.size > 1:
             gather_few_rows(module, mesh.dp, current)
     spread = Spread(forward_of(module), mesh, plan, current)

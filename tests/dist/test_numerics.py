@@ -107,3 +107,36 @@ def _poisoned(group: dist.ProcessGroup, name: str) -> list[str]:
     finally:
         torch.Tensor.new_empty, torch.Tensor.new_zeros = empty, zeros
     return [text for texts in found.values() for text in texts]
+
+
+def test_the_row_tile_where_the_cpu_has_no_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, bf16: plain torch rounds rows by their place there, so every mode has the bits of `replicate`."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    own = Ranks(4)
+    try:
+        for layout in ((1, 2, 2), (1, 4, 1), (1, 1, 4)):
+            for name in ("T5", "CLIP text"):
+                for texts in own.run(_tiled_against_replicate, 4, name, layout):
+                    assert not texts
+        without = [own.run(_rows_by_place, 2), own.run(_rows_by_place, 2)]
+    finally:
+        own.stop()
+    assert any(found for answer in without for found in answer), "no tile is needed on this CPU"
+
+
+def _tiled_against_replicate(group: dist.ProcessGroup, name: str, layout: tuple[int, int, int]) -> list[str]:
+    torch.set_num_threads(2)
+    assert not exact.has_bf16_instructions()
+    batch = models.inputs(name, 5, torch.bfloat16)
+    want = spread(group, name, torch.bfloat16, (4, 1, 1))(**batch, output_hidden_states=True)
+    return differences(want, spread(group, name, torch.bfloat16, layout)(**batch, output_hidden_states=True))
+
+
+def _rows_by_place(group: dist.ProcessGroup) -> list[int]:
+    """Return numbers of rows for which a plain bf16 product with two threads has other bits than among more rows."""
+    torch.set_num_threads(2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(77, 1088, generator=generator).bfloat16()
+    w = torch.randn(1088, 1088, generator=generator).bfloat16() / 33
+    y = torch.nn.functional.linear(x, w)
+    return [rows for rows in range(32, 77) if not torch.equal(torch.nn.functional.linear(x[:rows], w), y[:rows])]

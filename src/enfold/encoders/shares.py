@@ -32,7 +32,7 @@ def whole_parts(facts: EncoderFacts, tp: int, numerics: Numerics = "exact") -> t
             parts[f"{owner}: {num_heads} heads < {tp} ranks"] = None
         else:
             features = weight.shape[1] if split == "columns" else weight.shape[0] // weight.num_fused
-            units = -(-features // FEATURE_UNIT)
+            units = features // FEATURE_UNIT
             name = weight.name.removesuffix(" bias")
             parts[f"{name}: {features} features are {units} units of {FEATURE_UNIT} < {tp} ranks"] = None
     return tuple(parts)
