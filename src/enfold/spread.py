@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups, Mesh, build_mesh
 from enfold.config import Mode, Numerics, check_mode, check_numerics
-from enfold.errors import ConfigError, LayoutError
+from enfold.errors import CheckpointError, ConfigError, LayoutError
 from enfold.exact import Current, align_activations, gather_few_rows, has_bf16_instructions, tile_rows
 from enfold.flow import Spread
 from enfold.layout import Layout
@@ -132,7 +132,15 @@ def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spr
     spread = Spread(forward_of(module), mesh, plan, current)
     replace_forward(module, spread.encode)
     module.plan = plan
+    if mesh.tp.size > 1:
+        module.save_pretrained = _refuse_to_save
     return spread
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise CheckpointError(
+        "each rank of a folded encoder holds a part of its weights; save the module before folding it"
+    )
 
 
 def check_in_memory(module: nn.Module) -> None:

@@ -111,8 +111,8 @@ class Watch:
             return
         deadline = time.monotonic() + self.timeout_s
         while not self._done(work, axis):
-            if self._noted():
-                self._publish(stopped=False)
+            self._noted()
+            self._publish(stopped=False)  # so that a rank which never comes can be told from one that waits
             if time.monotonic() > deadline:
                 raise self._timed_out(op)
         if self.noticed:

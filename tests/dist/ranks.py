@@ -3,6 +3,7 @@ function on ranks 0..world-1 as function(group, ...) and returns what each retur
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -85,3 +86,4 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Any) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         torch.set_num_threads(1)
+        gc.collect()  # a spread module is part of reference cycles

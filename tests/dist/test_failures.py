@@ -21,7 +21,7 @@ def _outcome(module: Any, batch: dict[str, Any]) -> tuple[str, str, float]:
     start = time.monotonic()
     try:
         module(**batch)
-    except EnfoldError as error:
+    except (EnfoldError, IndexError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
 
@@ -95,8 +95,10 @@ def _bad_token(group: dist.ProcessGroup, layout: tuple[int, int, int]) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_token_id_outside_the_vocabulary(ranks: Ranks, layout: tuple[int, int, int]) -> None:
+    """Where every rank looks the token up each raises torch's own error, as the plain module does."""
     answers = ranks.run(_bad_token, 4, layout)
-    assert {first[0] for first, _ in answers} == {EncodeError.__name__}
+    kind = IndexError if layout[1] == 1 else EncodeError
+    assert {first[0] for first, _ in answers} == {kind.__name__}
     assert len({first[1] for first, _ in answers}) == 1
     assert {second[0] for _, second in answers} == {""}
 
@@ -119,7 +121,7 @@ def test_a_rank_that_is_not_called_is_named_within_the_timeout() -> None:
     assert len(answers) == 3
     for first, second in answers:
         assert first[0] == LostRankError.__name__
-        assert "ranks [1]" in first[1] or "[1]" in first[1]
+        assert "for ranks [1]" in first[1]
         assert first[2] < 5
         assert second[0] == LostRankError.__name__
         assert second[2] < 1, "a lost group is not tried again"
