@@ -201,7 +201,7 @@ def build_mesh(layout: Layout, groups: Groups, timeout_s: float = DEFAULT_TIMEOU
         tp=axis("tp", made["tp"][mine["tp"]]),
         watch=watch,
     )
-    watch.axes = {"replica": mesh.replica, "dp": mesh.dp, "tp": mesh.tp}
+    watch.axes.update(replica=mesh.replica, dp=mesh.dp, tp=mesh.tp)
     return mesh
 
 

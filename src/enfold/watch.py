@@ -24,16 +24,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from enfold.errors import EncodeError, LostRankError, MismatchError
-
-if TYPE_CHECKING:
-    from enfold.comm import Axis
 
 SLICE_S = 0.5
 """How long a rank waits before it looks for a note from a failed peer."""
@@ -51,6 +48,18 @@ class Op(NamedTuple):
     device: str
 
 
+class Line(Protocol):
+    """What a watch needs of an axis of the mesh: who is on it, and its collectives."""
+
+    ranks: tuple[int, ...]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [size, *x.shape]: the tensors of all ranks of this axis."""
+
+    def answer(self, op: Op) -> dist.Work:
+        """Join a collective that a peer waits in with zeros."""
+
+
 class PeerFailedError(Exception):
     """Raised inside a call to leave it, because a peer has failed; never seen by a caller."""
 
@@ -62,7 +71,7 @@ class Watch:
         self.rank = rank
         self.ranks = ranks
         self.timeout_s = timeout_s
-        self.axes: dict[str, Axis] = {}
+        self.axes: dict[str, Line] = {}
         self.num_calls = 0
         self.lost: str | None = None
         self.noticed = False
@@ -136,7 +145,8 @@ class Watch:
         digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
         seen = self._exchange(digest)
         if len(set(seen)) > 1:
-            texts = self._exchange(signature.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0"))
+            shown = (signature or "no arguments").encode()[:DESCRIPTION_BYTES]
+            texts = self._exchange(shown.ljust(DESCRIPTION_BYTES, b"\0"))
             lines = [
                 f"  rank {rank}: {text.rstrip(bytes(1)).decode(errors='replace')}"
                 for rank, text in zip(self.ranks, texts, strict=True)
@@ -237,6 +247,8 @@ class Watch:
         errors = {rank: text for rank, text in texts.items() if text is not None}
         if len(errors) == len(self.ranks) and len(set(errors.values())) == 1:
             return None
+        if not errors:
+            return f"a rank left {what} without saying why"
         first = min(errors)
         others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
         return f"rank {first} failed in {what}{others}: {errors[first]}"

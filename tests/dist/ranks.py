@@ -71,8 +71,8 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Any) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
     )
-    groups: dict[int, Any] = {1: None, num_ranks: dist.group.WORLD}
-    for world in range(2, num_ranks):  # the first ranks; where they divide, every rank has such a group
+    groups: dict[int, Any] = {num_ranks: dist.group.WORLD}
+    for world in range(1, num_ranks):  # the first ranks; where they divide, every rank has such a group
         starts = range(0, num_ranks, world) if num_ranks % world == 0 else (0,)
         made = [dist.new_group(list(range(start, start + world))) for start in starts]
         groups[world] = made[min(rank // world, len(made) - 1)]

@@ -168,3 +168,14 @@ def test_an_argument_that_only_one_rank_passes(ranks: Ranks) -> None:
     answers = set(ranks.run(_bad_argument, 4))
     assert len(answers) == 1
     assert answers.pop()[0] in (EncodeError.__name__, MismatchError.__name__)
+
+
+def _no_argument(group: dist.ProcessGroup) -> Any:
+    module = spread(group, "T5", torch.float32, (4, 1, 1))
+    return _outcome(module, {} if dist.get_rank(group) == 3 else models.inputs("T5", 3))
+
+
+def test_a_rank_that_passes_nothing(ranks: Ranks) -> None:
+    kinds, texts, _ = zip(*ranks.run(_no_argument, 4), strict=True)
+    assert set(kinds) == {MismatchError.__name__}
+    assert len(set(texts)) == 1 and "rank 3: no arguments" in texts[0]
