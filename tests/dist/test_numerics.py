@@ -114,10 +114,9 @@ def test_the_row_tile_where_the_cpu_has_no_bf16_instructions(monkeypatch: pytest
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     own = Ranks(4)
     try:
-        for layout in ((1, 2, 2), (1, 4, 1), (1, 1, 4)):
-            for name in ("T5", "CLIP text"):
-                for texts in own.run(_tiled_against_replicate, 4, name, layout):
-                    assert not texts
+        for layout in ((1, 2, 2), (1, 1, 4)):
+            for texts in own.run(_tiled_against_replicate, 4, "T5", layout):
+                assert not texts
         without = [own.run(_rows_by_place, 2), own.run(_rows_by_place, 2)]
     finally:
         own.stop()
