@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cells import cell
-from matrix import LAYOUTS
+from matrix import LAYOUTS, ODD_WIDTHS
 from models import BY_NAME
 from ranks import Ranks
 
@@ -13,9 +13,6 @@ from enfold.exact import has_bf16_instructions
 
 SWEPT = ("T5", "CLIP text", "SigLIP vision", "Qwen3")
 """These try every batch size around the number of ranks."""
-
-ODD_WIDTHS = ("DINOv2 (odd width)",)
-"""fp32 activations at such widths have other bits in plain torch: the reference is `replicate` (test_numerics.py)."""
 
 
 def cases(name: str, world: int, dtype: torch.dtype) -> list[tuple[int, int]]:
