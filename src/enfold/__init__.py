@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enfold.checkpoint import load_encoder
     from enfold.layout import Layout
-    from enfold.pipelines.diffusion import parallelize
+    from enfold.pipelines.parallelize import parallelize
     from enfold.plan import Plan, plan_encoder
+    from enfold.vision.config import VisionParallelConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Plan", "load_encoder", "parallelize", "plan_encoder"]
+__all__ = ["Layout", "Plan", "VisionParallelConfig", "load_encoder", "parallelize", "plan_encoder"]
 
 _HOMES = {
     "Layout": "enfold.layout",
     "Plan": "enfold.plan",
+    "VisionParallelConfig": "enfold.vision.config",
     "load_encoder": "enfold.checkpoint",
-    "parallelize": "enfold.pipelines.diffusion",
+    "parallelize": "enfold.pipelines.parallelize",
     "plan_encoder": "enfold.plan",
 }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,12 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.initialization import no_init_weights
-from transformers.modeling_utils import local_torch_dtype
 
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups, build_mesh, build_watch
 from enfold.config import Mode, Numerics, check_mode, check_numerics
@@ -27,8 +21,11 @@ from enfold.encoders import family_of
 from enfold.errors import CheckpointError, ConfigError
 from enfold.layout import Cut, Layout
 from enfold.shard import ShardPlan, cut_weights, plan_shards
+from enfold.skeleton import build_on_meta, match_names, own_parameters
 from enfold.spread import attach, decide
-from enfold.weights import Source, open_source, read_slice, stored_dtype
+from enfold.vision.config import VisionParallelConfig
+from enfold.vision.spread import attach_tower, check_only_vision, prepare_tower
+from enfold.weights import Source, open_branch, open_source, read_slice, stored_dtype
 
 logger = logging.getLogger("enfold")
 
@@ -47,6 +44,8 @@ def load_encoder(
     batch_size: int | None = None,
     architecture: str | None = None,
     allow_pickle: bool = False,
+    vision: VisionParallelConfig | None = None,
+    text_group: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
     """Load an encoder from a local folder or a hub id, spread over the ranks of `group` (default: all).
 
@@ -56,6 +55,7 @@ def load_encoder(
 
     dtype: precision of the weights; None takes that of the checkpoint.
     architecture: the Transformers class to build, where the checkpoint's own is not the encoder that is wanted.
+    vision: load the vision tower of a vision-language model, or a tower by itself, and spread it in blocks.
     The other arguments are those of `enfold.parallelize`.
 
     Raises CheckpointError naming each parameter that is missing, unexpected, of another shape or never written;
@@ -64,6 +64,10 @@ def load_encoder(
     check_mode(mode)
     check_numerics(numerics)
     groups = Groups(group)
+    if vision is not None:
+        check_only_vision(mode, layout, batch_size)
+        open_folder = partial(_open_tower, path_or_hub_id, subfolder, dtype, allow_pickle)
+        return _load_tower(open_folder, vision, groups, numerics, timeout, device, text_group)
     watch = build_watch(groups, timeout)
     with watch.call("load_encoder"):
         folder = find_folder(path_or_hub_id, subfolder)
@@ -82,6 +86,58 @@ def load_encoder(
         fill(module, source, stored, partial(_slice_of, shards, mesh.tp.index), torch.device(device or "cpu"))
     attach(module, plan, mesh, shards)
     return module.eval()
+
+
+def _load_tower(
+    open_folder: Callable[[], tuple[PreTrainedModel, Source]],
+    vision: VisionParallelConfig,
+    groups: Groups,
+    numerics: Numerics,
+    timeout: float,
+    device: torch.device | str | None,
+    text_group: dist.ProcessGroup | None,
+) -> PreTrainedModel:
+    """As load_encoder, for a vision tower: dp ranks read all of its weights, tp ranks their slices."""
+    watch = build_watch(groups, timeout)
+    with watch.call("load_encoder"):
+        module, source = open_folder()
+        stored = match_names(module, source, strict=True)
+        prepared = prepare_tower(module, vision, groups, numerics)
+        watch.agree(f"{type(module).__name__}, {prepared.plan.summary()}, tensors {sorted(stored.items())}")
+    mesh = build_mesh(prepared.plan.layout, groups, timeout, tp_group=text_group)
+    with watch.call("load_encoder"):
+        if prepared.shards is not None:
+            cut_weights(module, prepared.shards, mesh.tp.index)
+        fill(module, source, stored, partial(_slice_of, prepared.shards, mesh.tp.index), torch.device(device or "cpu"))
+    attach_tower(prepared, mesh)
+    return module.eval()
+
+
+def _open_tower(
+    path_or_hub_id: str | Path, subfolder: str | None, dtype: torch.dtype | str | None, allow_pickle: bool
+) -> tuple[PreTrainedModel, Source]:
+    """Return the tower of a folder, without memory, and the part of the checkpoint that is its own."""
+    folder = find_folder(path_or_hub_id, subfolder)
+    whole = open_source(folder, allow_pickle)
+    config = tower_config(read_config(folder))
+    family = family_of(config.model_type)
+    assert family is not None
+    assert family.tower is not None
+    name = _encoder_name(config, "")
+    source = open_branch(whole, family.tower.prefixes)
+    return build_on_meta(getattr(transformers, name), config, choose_dtype(dtype, config, source), source.names), source
+
+
+def tower_config(config: Any) -> Any:
+    """Return the config of the vision tower that enfold packs: `config` itself, or the one inside it."""
+    for candidate in (config, getattr(config, "vision_config", None)):
+        family = family_of(getattr(candidate, "model_type", ""))
+        if family is not None and family.tower is not None:
+            return candidate
+    raise ConfigError(
+        f"model_type={config.model_type!r} has no vision tower that enfold packs (those of Qwen-VL, SigLIP vision); "
+        "leave vision= out"
+    )
 
 
 # What to load: a folder, a class, a precision.
@@ -113,10 +169,7 @@ def _download(hub_id: str, subfolder: str | None) -> Path:
 
 def encoder_class(folder: Path, architecture: str | None = None) -> tuple[type[PreTrainedModel], Any, str]:
     """Return the class to build, its config, and the class that the checkpoint names."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} can't be read: {error}") from error
+    config = read_config(folder)
     declared = (config.architectures or [""])[0]
     name = architecture or _encoder_name(config, declared)
     cls: Any = getattr(transformers, name, None)
@@ -125,6 +178,14 @@ def encoder_class(folder: Path, architecture: str | None = None) -> tuple[type[P
     if not isinstance(config, cls.config_class):
         config = cls.config_class.from_pretrained(folder)
     return cls, config, declared
+
+
+def read_config(folder: Path) -> Any:
+    """Return the Transformers config of a folder."""
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} can't be read: {error}") from error
 
 
 def _is_model_class(cls: Any) -> bool:
@@ -156,136 +217,6 @@ def choose_dtype(dtype: torch.dtype | str | None, config: Any, source: Source) -
     return dtype or getattr(config, "dtype", None) or stored_dtype(source)
 
 
-# Building without memory.
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters are made with torch.empty: put those on the meta device, and let buffers get their real values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def build_on_meta(
-    cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, stored: Iterable[str] = ("pooler",)
-) -> PreTrainedModel:
-    """Return a module whose parameters take no memory, with its non-persistent buffers in place.
-
-    A pooling layer that the checkpoint does not have is not built, where the class leaves that choice.
-    """
-    options: dict[str, Any] = {}
-    if "add_pooling_layer" in inspect.signature(cls.__init__).parameters and not any("pooler" in x for x in stored):
-        logger.info("the checkpoint has no pooling layer; %s is built without one", cls.__name__)
-        options["add_pooling_layer"] = False
-    with local_torch_dtype(dtype, cls.__name__), no_init_weights(), _EmptyOnMeta():
-        module = cls(config, **options)
-    made: dict[int, nn.Parameter] = {}
-    for owner, key, parameter in _parameters(module):
-        if id(parameter) not in made:
-            meta = parameter.data.to("meta", _kept_dtype(module, f"{owner[0]}.{key}", dtype))
-            made[id(parameter)] = nn.Parameter(meta, requires_grad=False)
-        setattr(owner[1], key, made[id(parameter)])
-    module.tie_weights()
-    return module
-
-
-def _parameters(module: nn.Module) -> list[tuple[tuple[str, nn.Module], str, nn.Parameter]]:
-    return [
-        ((name, child), key, parameter)
-        for name, child in module.named_modules(remove_duplicate=False)
-        for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-
-
-def _kept_dtype(module: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of one parameter: a few families keep some layers in float32 (T5's `wo` beside float16)."""
-    kept = set(module._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
-    if dtype == torch.float16:
-        kept |= set(module._keep_in_fp32_modules or ())
-    return torch.float32 if any(re.search(rf"(^|\.){word}(\.|$)", name) for word in kept) else dtype
-
-
-# Which stored tensor goes where.
-
-
-def match_names(module: PreTrainedModel, source: Source, strict: bool) -> dict[str, str]:
-    """Return, for each parameter and persistent buffer, the stored tensor that fills it.
-
-    Stored names go through Transformers' own renames. With `strict` each must have a place; without (the checkpoint is
-    of a larger model) whole branches that the encoder does not have are left out.
-    Raises CheckpointError that names what is missing, unexpected or of another shape.
-    """
-    state = module.state_dict()
-    aliases = _aliases(module)
-    found: dict[str, str] = {}
-    unexpected: list[str] = []
-    for stored, name in _renamed(module, source.names, state).items():
-        if name in state:
-            found[name] = stored
-        else:
-            unexpected.append(name)
-    for names in aliases.values():
-        given = next((found[name] for name in names if name in found), None)
-        if given is not None:
-            found.update(dict.fromkeys(names, given))
-    missing = sorted(set(state) - set(found))
-    unexpected = _surprising(module, unexpected, found, strict)
-    wrong = [
-        f"{name} is {list(source.shape(stored))}, not {list(state[name].shape)}"
-        for name, stored in found.items()
-        if source.shape(stored) != tuple(state[name].shape)
-    ]
-    problems = [
-        f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"the checkpoint does not fit {type(module).__name__}; " + "; ".join(problems))
-    return found
-
-
-def _aliases(module: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter; tied ones have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
-def _renamed(module: PreTrainedModel, names: Iterable[str], state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    transforms = get_model_conversion_mapping(module)
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    renames = [each for each in transforms if not isinstance(each, WeightConverter)]
-    result: dict[str, str] = {}
-    for name in names:
-        new, pattern = rename_source_key(name, renames, converters, module.base_model_prefix, dict(state))
-        if pattern is not None and new in state:
-            raise CheckpointError(
-                f"{name} is stored in a form that has to be converted ({pattern}); load it with "
-                f"{type(module).__name__}.from_pretrained, save it again, or pass it to enfold.parallelize"
-            )
-        result[name] = new
-    return result
-
-
-def _surprising(module: PreTrainedModel, names: list[str], found: Mapping[str, str], strict: bool) -> list[str]:
-    """Return the names that have no place and no excuse."""
-    buffers = {name for name, _ in module.named_buffers()}
-    ignored = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    rest = [name for name in names if name not in buffers and not any(re.search(each, name) for each in ignored)]
-    if strict:
-        return sorted(rest)
-    branches = {name.split(".")[0] for name in found}
-    left_out = sorted({name.split(".")[0] for name in rest} - branches)
-    if left_out:
-        logger.info("not part of %s, left out: %s", type(module).__name__, ", ".join(left_out))
-    return sorted(name for name in rest if name.split(".")[0] in branches)
-
-
 # Filling a module.
 
 
@@ -302,7 +233,7 @@ def fill(
     not written.
     """
     written: dict[int, nn.Parameter] = {}
-    for (prefix, owner), key, parameter in _parameters(module):
+    for (prefix, owner), key, parameter in own_parameters(module):
         if id(parameter) not in written:
             ranges, dim = shard_of(prefix)
             out = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -124,7 +124,7 @@ class Groups:
     """
 
     parent: dist.ProcessGroup | None = None
-    made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.parent is None and dist.is_initialized():
@@ -152,6 +152,15 @@ class Groups:
             self.made[key] = dist.new_group(list(key), use_local_synchronization=not whole_world)
         return self.made[key]
 
+    def adopt(self, group: dist.ProcessGroup, lines: Sequence[tuple[int, ...]]) -> None:
+        """Use `group` again, which the caller has made, where its ranks are this rank's line among `lines`.
+
+        Every rank passes its own group of one partition, so the lines of the others count as made too.
+        """
+        if tuple(dist.get_process_group_ranks(group)) in lines:
+            own = tuple(dist.get_process_group_ranks(group))
+            self.made.update({line: group if line == own else self.made.get(line) for line in lines})
+
 
 @dataclass
 class Mesh:
@@ -171,9 +180,15 @@ def replica_ranks(world: Sequence[int], replica_size: int) -> list[tuple[int, ..
     return [tuple(world[start : start + replica_size]) for start in range(0, len(world), replica_size)]
 
 
-def build_mesh(layout: Layout, groups: Groups, timeout_s: float = DEFAULT_TIMEOUT_S) -> Mesh:
+def build_mesh(
+    layout: Layout,
+    groups: Groups,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Mesh:
     """Return this rank's mesh for `layout`; collective over `groups.parent`, whose ranks it cuts into replicas.
 
+    tp_group: a group that is there already (a text model's), used again where it has the ranks of this mesh's tp axis.
     Raises LayoutError where layout.size does not divide the number of ranks.
     """
     if groups.parent is not None:
@@ -184,6 +199,8 @@ def build_mesh(layout: Layout, groups: Groups, timeout_s: float = DEFAULT_TIMEOU
         "dp": [tuple(world[i] for i in line) for line in dp_groups(len(world), layout.tp, layout.dp)],
         "tp": [tuple(world[i] for i in line) for line in tp_groups(len(world), layout.tp, layout.dp)],
     }
+    if tp_group is not None and layout.tp > 1:
+        groups.adopt(tp_group, lines["tp"])
     made = {name: {ranks: groups.get(ranks) for ranks in line} for name, line in lines.items()}
     mine = {name: next(ranks for ranks in line if groups.rank in ranks) for name, line in lines.items()}
     control = _control_group(groups, lines["replica"], mine["replica"])

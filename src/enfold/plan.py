@@ -9,19 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+from enfold.choice import Ask, Choice, choose
 from enfold.config import DTYPE_BYTES, EncoderFacts, Mode, Numerics, check_mode, check_numerics
-from enfold.encoders import family_of, model_type_of, parts, read_facts, supported
+from enfold.encoders import family_of, model_type_of, parts, read_facts
 from enfold.encoders.model_index import encoder_components
 from enfold.encoders.shares import rank_parameters, shards_something, whole_parts
 from enfold.encoders.unknown import unknown_facts
-from enfold.errors import ConfigError, EnfoldError, LayoutError, UnknownFamilyError
+from enfold.errors import ConfigError, EnfoldError, LayoutError
 from enfold.layout import Layout, check_size, resolve_layout
-
-FOLD_MIN_HIDDEN_SIZE = 4096
-"""From this width on one prompt is folded. Measured on H100s with NVLink; the fallback where there is no profile."""
-
-DP_MIN_HIDDEN_SIZE = 1024
-"""From this width on more than one prompt is split. Measured on H100s with NVLink; the fallback as above."""
 
 
 @runtime_checkable
@@ -76,17 +71,6 @@ class Plan:
         return f"{self.family}: {self.resolved}{asked}, layout {self.layout}{share}: {'; '.join(self.reasons)}"
 
 
-@dataclass(frozen=True)
-class _Ask:
-    """What the caller wants, checked."""
-
-    mode: Mode
-    replica_size: int
-    batch_size: int | None
-    layout: Layout | None
-    numerics: Numerics
-
-
 def plan_encoder(
     config: Mapping[str, Any] | EncoderFacts | HasToDict,
     mode: str = "auto",
@@ -102,10 +86,12 @@ def plan_encoder(
     """Return how one encoder is spread over `replica_size` ranks.
 
     config: a config.json as a mapping, a Hugging Face config, or facts that were read before.
-    batch_size: the prompts that may come in one call; None where it is not known.
-    layout, or tp_size and dp_size, override what the mode would choose. Raises LayoutError for sizes that do not fit
-    and for a fold that would shard nothing, UnknownFamilyError for a fold without a table, ConfigError for a config
-    that can't be used.
+    batch_size: the prompts (or images) that may come in one call; None where it is not known.
+    layout, or tp_size and dp_size, override what the mode would choose. A vision tower that packs images of any size
+    is spread by images (tp 1 x dp replica_size) under `auto`.
+
+    Raises LayoutError for sizes that do not fit and for a fold that would shard nothing, UnknownFamilyError for a fold
+    without a table, ConfigError for a config that can't be used.
     """
     check_size("replica_size", replica_size)
     if batch_size is not None:
@@ -113,10 +99,10 @@ def plan_encoder(
     if dtype is not None and dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use one of {', '.join(DTYPE_BYTES)}")
     asked = _asked_layout(replica_size, layout, tp_size, dp_size)
-    ask = _Ask(check_mode(mode), replica_size, batch_size, asked, check_numerics(numerics))
+    ask = Ask(check_mode(mode), replica_size, batch_size, asked, check_numerics(numerics))
     facts, is_known = _facts(config)
     facts = facts if dtype is None else replace(facts, dtype=dtype)
-    return _measured(ask, facts, is_known, _choose(ask, facts, is_known))
+    return _measured(ask, facts, is_known, choose(ask, facts, is_known))
 
 
 def plan_pipeline(
@@ -174,113 +160,10 @@ def _asked_layout(replica_size: int, layout: Layout | None, tp_size: int | None,
     return resolve_layout(replica_size, tp_size, dp_size)
 
 
-# What is chosen, and why.
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A layout, the reasons for it, and what could not be honoured."""
-
-    layout: Layout
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
-
-
-def _choose(ask: _Ask, facts: EncoderFacts, is_known: bool) -> _Choice:
-    """Return the layout and the reasons for it: one rank, a given layout, a given mode, or the rules, in that order."""
-    if ask.replica_size == 1:
-        text = "there is 1 rank: nothing to spread"
-        is_quiet = ask.mode in ("auto", "replicate")
-        return _Choice(Layout(), (text,)) if is_quiet else _not_honoured(ask.mode, Layout(), text)
-    if ask.layout is not None:
-        _check_agrees(ask.mode, ask.layout)
-        _check_foldable(facts, is_known, ask.layout.tp)
-        is_idle = ask.layout.dp > 1 and ask.batch_size == 1
-        idle = (_idle_dp(ask.layout.dp),) if is_idle else ()
-        return _Choice(ask.layout, (f"layout {ask.layout} was asked", *idle), idle)
-    if ask.mode == "auto":
-        return _choose_by_rules(ask, facts, is_known)
-    return _choose_by_mode(ask, facts, is_known)
-
-
-def _choose_by_mode(ask: _Ask, facts: EncoderFacts, is_known: bool) -> _Choice:
-    """Honour an explicit mode, whatever the rules would say."""
-    ranks = ask.replica_size
-    if ask.mode == "dp" and ask.batch_size == 1:
-        return _not_honoured("dp", Layout(replicate=ranks), _idle_dp(ranks))
-    if ask.mode == "fold":
-        _check_foldable(facts, is_known, ranks)
-        return _Choice(Layout(tp=ranks), ("fold was asked",))
-    layout = Layout(dp=ranks) if ask.mode == "dp" else Layout(replicate=ranks)
-    return _Choice(layout, (f"{ask.mode} was asked",))
-
-
-def _not_honoured(mode: str, layout: Layout, why: str) -> _Choice:
-    text = f"{mode} was asked, but {why}"
-    return _Choice(layout, (text,), (text,))
-
-
-def _idle_dp(dp: int) -> str:
-    return (
-        f"with one prompt per call the {dp} ranks of dp have nothing to split and each encodes it; "
-        "raise batch_size (--batching-max-size) above 1"
-    )
-
-
-def _check_agrees(mode: Mode, layout: Layout) -> None:
-    """Raise LayoutError where an explicit mode and an explicit layout contradict each other."""
-    remedies = {
-        "fold": (layout.tp > 1, "fold needs tp above 1"),
-        "dp": (layout.dp > 1, "dp needs dp above 1"),
-        "replicate": (layout.tp == layout.dp == 1, "replicate needs tp 1 and dp 1"),
-    }
-    agrees, remedy = remedies.get(mode, (True, ""))
-    if not agrees:
-        raise LayoutError(
-            f"mode {mode} contradicts layout replicate {layout.replicate} x dp {layout.dp} x tp {layout.tp}: {remedy}; "
-            "change the sizes or leave the mode at auto"
-        )
-
-
-def _check_foldable(facts: EncoderFacts, is_known: bool, tp: int) -> None:
-    if tp > 1 and not is_known:
-        raise UnknownFamilyError(
-            f"model_type={facts.model_type!r} has no table to fold it over {tp} ranks by; use dp or replicate. "
-            f"Supported: {', '.join(supported())}"
-        )
-
-
-def _choose_by_rules(ask: _Ask, facts: EncoderFacts, is_known: bool) -> _Choice:
-    """Apply the published rules; one prompt folds a wide encoder, more are split, a small encoder is repeated."""
-    ranks, batch, hidden = ask.replica_size, ask.batch_size, facts.hidden_size
-    declined: tuple[str, ...] = ()
-    if (batch or 1) > 1 and hidden >= DP_MIN_HIDDEN_SIZE:
-        text = f"up to {batch} prompts per call and hidden size {hidden} >= {DP_MIN_HIDDEN_SIZE}"
-        return _Choice(Layout(dp=ranks), (text,))
-    if hidden >= FOLD_MIN_HIDDEN_SIZE:
-        wide = f"hidden size {hidden} >= {FOLD_MIN_HIDDEN_SIZE}"
-        if is_known and shards_something(facts, ranks, ask.numerics):
-            return _Choice(Layout(tp=ranks), (f"one prompt per call and {wide}" if batch else wide,))
-        why = "nothing of it can be cut" if is_known else f"model_type={facts.model_type!r} has no table"
-        declined = (f"{wide} asks for fold, but {why}",)
-    if batch is None and hidden >= DP_MIN_HIDDEN_SIZE:
-        text = f"hidden size {hidden} >= {DP_MIN_HIDDEN_SIZE}: a call with more than one prompt is split"
-        return _Choice(Layout(dp=ranks), (*declined, text))
-    return _Choice(Layout(replicate=ranks), declined or (_too_small(hidden, batch),))
-
-
-def _too_small(hidden: int, batch: int | None) -> str:
-    if hidden == 0:
-        return "hidden size not known"
-    if batch == 1 and hidden >= DP_MIN_HIDDEN_SIZE:
-        return f"one prompt per call and hidden size {hidden} < {FOLD_MIN_HIDDEN_SIZE}: too narrow to fold"
-    return f"hidden size {hidden} < {DP_MIN_HIDDEN_SIZE}: spreading it costs more than it saves"
-
-
 # What it costs.
 
 
-def _measured(ask: _Ask, facts: EncoderFacts, is_known: bool, choice: _Choice) -> Plan:
+def _measured(ask: Ask, facts: EncoderFacts, is_known: bool, choice: Choice) -> Plan:
     """Return the plan with its bytes; raise LayoutError for a fold that shards nothing."""
     layout = choice.layout
     if layout.tp > 1 and not shards_something(facts, layout.tp, ask.numerics):

@@ -144,7 +144,10 @@ def _covered(module: nn.Module) -> Iterator[tuple[_Table, str, nn.Module]]:
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, PreTrainedModel) and (family := family_of(child.config.model_type)):
             shipped = getattr(child.config, "base_model_tp_plan", None) or {}
-            tables[name] = _Table(family, family.tp_plan or {**shipped, **LM_HEAD}, _token_embedding(child))
+            styles = family.tp_plan or {**shipped, **LM_HEAD}
+            if name and family.tower is not None and family.tower.takes == "patches":
+                styles = {}  # a tower inside another model is spread by itself (enfold.vision), or stays whole
+            tables[name] = _Table(family, styles, _token_embedding(child))
         if isinstance(child, nn.Linear | nn.Embedding):
             owners = [prefix for prefix in tables if not prefix or name.startswith(f"{prefix}.")]
             if owners:

@@ -133,11 +133,12 @@ def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spr
     replace_forward(module, spread.encode)
     module.plan = plan
     if mesh.tp.size > 1:
-        module.save_pretrained = _refuse_to_save
+        module.save_pretrained = refuse_to_save
     return spread
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> None:
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    """Stand in for save_pretrained where it would save a part of the weights; raise CheckpointError."""
     raise CheckpointError(
         "each rank of a folded encoder holds a part of its weights; save the module before folding it"
     )

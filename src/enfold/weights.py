@@ -62,10 +62,32 @@ class PickleSource:
         return tensor[start:stop] if columns is None else tensor[start:stop, columns[0] : columns[1]]
 
 
-Source = SafetensorsSource | PickleSource
+class BranchSource:
+    """The tensors of one part of a model, under the names that they have inside it."""
+
+    def __init__(self, whole: SafetensorsSource | PickleSource, prefix: str) -> None:
+        self.whole, self.prefix = whole, prefix
+        self.names: Iterable[str] = [name.removeprefix(prefix) for name in whole.names if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self.whole.shape(self.prefix + name)
+
+    def rows(self, name: str, start: int, stop: int, columns: Cut | None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, of these columns only where given."""
+        return self.whole.rows(self.prefix + name, start, stop, columns)
 
 
-def open_source(folder: Path, allow_pickle: bool) -> Source:
+Source = SafetensorsSource | PickleSource | BranchSource
+
+
+def open_branch(source: SafetensorsSource | PickleSource, prefixes: Sequence[str]) -> Source:
+    """Return the part of a checkpoint whose names begin with one of `prefixes`; all of it where none does."""
+    found = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in source.names)), None)
+    return source if found is None else BranchSource(source, found)
+
+
+def open_source(folder: Path, allow_pickle: bool) -> SafetensorsSource | PickleSource:
     """Return the checkpoint in `folder`: safetensors, one file or an index of several; pickle only where allowed."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

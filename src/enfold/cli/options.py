@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from enfold.config import DTYPE_BYTES, Mode, Numerics
+from enfold.vision.config import DEFAULT_BLOCK_SIZE, VisionParallelConfig
 
 
 def positive_int(text: str) -> int:
@@ -60,6 +61,19 @@ OPTIONS: dict[str, Option] = {
     ),
     "--tp-size": Option("ranks that share one copy of the weights", positive_int, metavar="N"),
     "--dp-size": Option("copies that share one batch", positive_int, metavar="N"),
+    "--vision-tp-size": Option(
+        "ranks that share one copy of a vision tower's weights (default: 1)", positive_int, metavar="N"
+    ),
+    "--vision-dp-size": Option(
+        "copies of a vision tower that share the images of a call (default: the ranks that remain)",
+        positive_int,
+        metavar="N",
+    ),
+    "--vision-block-size": Option(
+        f"patches of a vision tower's blocks, into which images are packed (default: {DEFAULT_BLOCK_SIZE})",
+        positive_int,
+        metavar="N",
+    ),
     "--numerics": Option(
         "exact returns the bits of one rank; fast sums partial results with all-reduce",
         default="exact",
@@ -75,6 +89,20 @@ OPTIONS: dict[str, Option] = {
     "--timeout": Option("seconds that a rank waits for the others", positive_float, default=60.0, metavar="SECONDS"),
     "--json": Option("print one JSON document instead of a table", extra={"action": "store_true"}),
 }
+
+
+VISION_FLAGS = {
+    "vision_tp_size": "--vision-tp-size",
+    "vision_dp_size": "--vision-dp-size",
+    "vision_block_size": "--vision-block-size",
+}
+"""The options of vision towers: from the attribute of the parsed arguments to the flag."""
+
+
+def vision_config(args: argparse.Namespace) -> VisionParallelConfig:
+    """Return how vision towers are to be spread, from VISION_FLAGS; what was not given keeps its default."""
+    block_size = {} if args.vision_block_size is None else {"vision_attention_block_size": args.vision_block_size}
+    return VisionParallelConfig(tp_size=args.vision_tp_size, dp_size=args.vision_dp_size, **block_size)
 
 
 def add_options(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from enfold.cli.model_path import HUB_ID
-from enfold.cli.options import add_options
+from enfold.cli.options import VISION_FLAGS, add_options, vision_config
 from enfold.cli.report import table
-from enfold.encoders import parts
+from enfold.cli.towers import given_flags, plan_model
 from enfold.errors import ConfigError
-from enfold.plan import Plan, plan_encoder, plan_pipeline
+from enfold.plan import Plan, plan_pipeline
 
 WIDTH = 100
 """Columns of a terminal that the table and the reasons fit into."""
@@ -30,6 +30,7 @@ examples:
   enfold plan --model-path ./flux --num-gpus 4
   enfold plan --model-path ./flux --num-gpus 4 --encoder-parallel dp --batching-max-size 8 --json
   enfold plan --model-path ./flux --subfolder text_encoder_2 --num-gpus 4 --tp-size 2
+  enfold plan --model-path ./qwen3-vl --num-gpus 4 --vision-tp-size 2
 """
 
 
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, "--model-path", "--subfolder", "--num-gpus", "--encoder-parallel", "--batching-max-size")
-    add_options(parser, "--tp-size", "--dp-size", "--dtype", "--numerics", "--json")
+    add_options(parser, "--tp-size", "--dp-size", *VISION_FLAGS.values(), "--dtype", "--numerics", "--json")
     parser.set_defaults(run=run)
 
 
@@ -96,15 +97,20 @@ def _plans(folder: Path, args: argparse.Namespace) -> dict[str, Plan]:
         "dtype": args.dtype,
         "numerics": args.numerics,
     }
+    vision = vision_config(args)
     is_pipeline = (folder / "model_index.json").is_file()
     name = "model_index.json" if is_pipeline else "config.json"
     try:
         config = _read_json(folder / name)
         if not is_pipeline:
-            encoders = parts(config)
-            return {part or folder.resolve().name: plan_encoder(inner, **options) for part, inner in encoders.items()}
+            return plan_model(config, folder.resolve().name, options, vision, args)
     except ConfigError as error:
         raise type(error)(f"{folder / name}: {error}") from error
+    if given := given_flags(args, VISION_FLAGS):
+        raise ConfigError(
+            f"{' and '.join(given)} can't be used: {folder} is a pipeline, whose encoders are spread by "
+            "--encoder-parallel, --tp-size and --dp-size; leave it out, or give one vision tower with --subfolder"
+        )
     return _pipeline_plans(folder, config, options)
 
 
@@ -139,13 +145,14 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def render(plans: Mapping[str, Plan], num_gpus: int) -> str:
     """Return one row per encoder and, below, the reasons of each."""
     ranks = "1 rank" if num_gpus == 1 else f"{num_gpus} ranks"
-    rows = [_row(name, plan) for name, plan in plans.items()]
+    family_width = max(15, 30 - max(map(len, plans)))  # what short names leave of two columns of 15
+    rows = [_row(name, plan, family_width) for name, plan in plans.items()]
     words = [line for name, plan in plans.items() for line in _words(name, plan)]
     title = f"{ranks}; layout is replicate x dp x tp"
     return "\n".join([title, "", table(HEADERS, rows), "", *words])
 
 
-def _row(name: str, plan: Plan) -> tuple[str, ...]:
+def _row(name: str, plan: Plan, family_width: int) -> tuple[str, ...]:
     heads = str(plan.num_heads or "?")
     if plan.num_kv_heads != plan.num_heads:
         heads += f"/{plan.num_kv_heads}"
@@ -154,7 +161,7 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
         share += f" ({plan.bytes_per_rank / plan.replicate_bytes:.0%})"
     return (
         _shorten(name, 15),
-        _shorten(plan.family, 15),
+        _shorten(plan.family, family_width),
         str(plan.hidden_size or "?"),
         heads,
         str(plan.num_layers or "?"),

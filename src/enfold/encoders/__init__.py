@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from enfold.config import EncoderFacts
-from enfold.encoders import bert, clip, composites, decoders, dinov2, modernbert, siglip, t5, vit
-from enfold.encoders.family import Config, Family, architecture
+from enfold.encoders import bert, clip, composites, decoders, dinov2, modernbert, qwen_vl, siglip, t5, vit
+from enfold.encoders.family import Config, Family, Tower, architecture
 from enfold.errors import ConfigError, UnknownFamilyError
 
-__all__ = ["FAMILIES", "Config", "Family", "family_of", "parts", "read_facts", "supported"]
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "Family",
+    "family_of",
+    "model_type_of",
+    "packs_patches",
+    "parts",
+    "read_facts",
+    "supported",
+    "tower_of",
+]
 
 FAMILIES: tuple[Family, ...] = (
     *t5.FAMILIES,
@@ -22,15 +33,33 @@ FAMILIES: tuple[Family, ...] = (
     *modernbert.FAMILIES,
     *decoders.FAMILIES,
     *composites.FAMILIES,
+    *qwen_vl.FAMILIES,
 )
 
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
-_TOWERS = {"clip": clip.towers, "siglip": siglip.towers, "siglip2": siglip.towers}
+_TOWERS = {
+    "clip": clip.towers,
+    "siglip": siglip.towers,
+    "siglip2": siglip.towers,
+    **dict.fromkeys(qwen_vl.MODELS, qwen_vl.towers),
+}
 
 
 def family_of(model_type: str) -> Family | None:
     """Return the family that reads configs of this `model_type`; None where there is none."""
     return _BY_TYPE.get(model_type)
+
+
+def tower_of(model_type: str) -> Tower | None:
+    """Return how an encoder of this `model_type` runs as a vision tower; None where it does not."""
+    family = family_of(model_type)
+    return None if family is None else family.tower
+
+
+def packs_patches(model_type: str) -> bool:
+    """Return whether this is a tower that takes images of any size, packed as patches."""
+    tower = tower_of(model_type)
+    return tower is not None and tower.takes == "patches"
 
 
 def supported() -> list[str]:
@@ -65,14 +94,18 @@ def read_facts(config: Mapping[str, Any]) -> EncoderFacts:
 def parts(config: Mapping[str, Any]) -> dict[str, Config]:
     """Return the encoders inside one config.json by name: "text" and "vision" of a two-tower model, else one, "".
 
-    A class that is one tower of a two-tower config (CLIPVisionModel with a clip config.json) is that tower alone.
+    A vision-language model gives its "vision" tower; its language model is no encoder, but Qwen2.5-VL is a "text"
+    encoder of pipelines, too. A class that is one tower of the config (CLIPVisionModel with a clip config.json) is that
+    tower alone. The precision is the whole model's where it names one.
     """
     towers = _TOWERS.get(model_type_of(config))
     if towers is None:
         return {"": config}
     name = architecture(config)
-    both: dict[str, Config] = {kind: {**part, "architectures": [name]} for kind, part in towers(config).items()}
-    for kind, word in (("text", "TextModel"), ("vision", "VisionModel")):
-        if word in name:
-            return {"": both[kind]}
-    return both
+    named = config.get("dtype") or config.get("torch_dtype")
+    shared = {"architectures": [name], **({"dtype": named} if named else {})}
+    found: dict[str, Config] = {kind: {**part, **shared} for kind, part in towers(config).items()}
+    for kind, words in (("text", ("TextModel",)), ("vision", ("VisionModel", "VisionTransformer"))):
+        if kind in found and any(word in name for word in words):
+            return {"": found[kind]}
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from enfold.config import EncoderFacts, Weight
-from enfold.encoders import decoders, siglip
+from enfold.encoders import decoders, qwen_vl, siglip
 from enfold.encoders.clip import second_tower
 from enfold.encoders.family import (
     Config,
@@ -45,7 +45,8 @@ def qwen2_5_vl(config: Config) -> EncoderFacts:
     text_config = config if config.get("text_config") is None else section(config, "text_config")
     text = _text(config, text_config, "qwen2_5_vl_text")
     tied = flag(config, "tie_word_embeddings", False) or flag(text_config, "tie_word_embeddings", False)
-    weights = _qwen_vision(section(config, "vision_config"))
+    vision = qwen_vl.qwen2_5_facts({**section(config, "vision_config"), "model_type": "qwen2_5_vl_vision"})
+    weights = [replace(weight, split="whole", fast_split=None) for weight in vision.weights]
     note = "the vision tower (visual) stays whole on every rank"
     return _join(config, text, "Qwen2.5-VL", weights, tied=tied, note=note)
 
@@ -117,23 +118,6 @@ def _join(
         weights=(*text.weights, *vision, *head),
         notes=(note,),
     )
-
-
-def _qwen_vision(config: Config) -> list[Weight]:
-    hidden, width = size(config, "hidden_size", 3584), size(config, "intermediate_size", 3420)
-    depth, channels = size(config, "depth", 32), size(config, "in_channels", 3)
-    patch, frames = pair(config, "patch_size", 14), size(config, "temporal_patch_size", 2)
-    merged = hidden * size(config, "spatial_merge_size", 2) ** 2
-    return [
-        *whole("vision patch embedding", hidden, channels, frames, *patch),
-        *linear("vision query key value", 3 * hidden, hidden, depth, bias=True),
-        *linear("vision output", hidden, hidden, depth, bias=True),
-        *linear("vision up", width, hidden, 2 * depth, bias=True),
-        *linear("vision down", hidden, width, depth, bias=True),
-        *norm(hidden, 2 * depth + 1),
-        *linear("merger in", merged, merged, bias=True),
-        *linear("merger out", size(config, "out_hidden_size", 3584), merged, bias=True),
-    ]
 
 
 def _pixtral(config: Config) -> list[Weight]:

@@ -18,6 +18,75 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class TowerSizes:
+    """What the forward of one vision tower needs of its config.json.
+
+    merge_size: patches per side of a merge group; 1 where nothing is merged. patch_features: values of one patch.
+    out_features: width of the merged rows. tap_layers: layers after which a deepstack merger reads, merger by merger.
+    position_side: side of the learned grid of positions, 0 without. rope_theta: 0 without rotary positions.
+    window_side: side of an attention window in merge groups, 0 without; full_layers attend to whole frames.
+    linear_keys: how many keys of attention cost as much as the linear layers, per patch (see `linear_keys`).
+    fixed_grid: rows and columns of every image where the tower takes one size only.
+    patch_size: pixels per side of a patch; 0 where the family's file does not say.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    merge_size: int
+    patch_features: int
+    out_features: int
+    linear_keys: float
+    tap_layers: tuple[int, ...] = ()
+    position_side: int = 0
+    rope_theta: float = 0.0
+    window_side: int = 0
+    full_layers: tuple[int, ...] = ()
+    fixed_grid: tuple[int, int] | None = None
+    patch_size: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.hidden_size // self.num_heads
+
+    def frame_cost(self, height: int, width: int) -> float:
+        """Return the cost of one frame of p patches, p * (keys that a patch attends to + linear_keys).
+
+        linear_keys is what the linear layers cost per patch, in keys. The published form is p * (p + alpha).
+        """
+        num_tokens = height * width
+        window = (self.window_side * self.merge_size) ** 2
+        full = len(self.full_layers) / self.num_layers if window else 1.0
+        keys = full * num_tokens + (1 - full) * min(num_tokens, window)
+        return num_tokens * (keys + self.linear_keys)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Where the parts of a vision tower are in its Transformers module, by name; "" for what it does not have.
+
+    read: from config.json to its sizes. takes: "patches" (flat patches and grid_thw) or "images" of one size.
+    Every layer is x + attention(norm1(x)), then x + mlp(norm2(x)).
+    prefixes: how the tower's names begin in the checkpoint of a whole model.
+    """
+
+    read: Callable[[Config], TowerSizes]
+    takes: str = "patches"
+    patch_embed: str = "patch_embed.proj"
+    pos_embed: str = ""
+    layers: str = "blocks"
+    norm1: str = "norm1"
+    attention: str = "attn"
+    norm2: str = "norm2"
+    merger: str = "merger"
+    deepstack: str = ""
+    final_norm: str = ""
+    head: str = ""
+    prefixes: tuple[str, ...] = ("model.visual.", "visual.")
+
+
+@dataclass(frozen=True)
 class Family:
     """How the models of one or more `model_type`s are read and sharded.
 
@@ -30,6 +99,8 @@ class Family:
     num_fused: how many projections are stacked in a `packed_colwise` weight, by the last part of its module name.
     encoder_class: the Transformers class that is the encoder where a checkpoint names another one
         (T5ForConditionalGeneration -> T5EncoderModel); "" keeps what the checkpoint names.
+    tower: how it runs as a vision tower (enfold.vision), None for other encoders. Inside another model (as the `visual`
+        of a text encoder) a tower that packs patches is spread by itself or stays whole.
     """
 
     name: str
@@ -43,6 +114,7 @@ class Family:
     fused_qkv: str = ""
     num_fused: Mapping[str, int] | None = None
     encoder_class: str = ""
+    tower: Tower | None = None
 
 
 def size(config: Config, key: str, default: int | None = None) -> int:
@@ -88,6 +160,14 @@ def head_size(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
     return hidden_size // num_heads
+
+
+def linear_keys(hidden_size: int, intermediate_size: int, *, gated: bool = False) -> float:
+    """Return how many keys of attention cost a token as much as a layer's projections.
+
+    4 h^2 + k h i multiply-adds (k = 3 matrices in a gated MLP, else 2) over 2 h for each key.
+    """
+    return 2 * hidden_size + (3 if gated else 2) * intermediate_size / 2
 
 
 def dtype_of(config: Config) -> str:

@@ -12,12 +12,15 @@ from enfold.encoders.clip import second_tower
 from enfold.encoders.family import (
     Config,
     Family,
+    Tower,
+    TowerSizes,
     attention,
     dtype_of,
     embedding,
     flag,
     head_size,
     linear,
+    linear_keys,
     mlp,
     norm,
     pair,
@@ -93,6 +96,39 @@ def vision_facts(config: Config) -> EncoderFacts:
     return replace(tower, weights=weights)
 
 
+def tower_sizes(config: Config) -> TowerSizes:
+    """Read what the vision tower needs to run on blocks; every image has the same grid and nothing is merged."""
+    image, patch = pair(config, "image_size", 224), pair(config, "patch_size", 16)
+    hidden = size(config, "hidden_size", 768)
+    grid = (image[0] // patch[0], image[1] // patch[1])
+    return TowerSizes(
+        hidden_size=hidden,
+        num_heads=size(config, "num_attention_heads", 12),
+        num_layers=size(config, "num_hidden_layers", 12),
+        merge_size=1,
+        patch_features=size(config, "num_channels", 3) * patch[0] * patch[1],
+        out_features=hidden,
+        linear_keys=linear_keys(hidden, size(config, "intermediate_size", 3072)),
+        fixed_grid=grid,
+    )
+
+
+TOWER = Tower(
+    tower_sizes,
+    takes="images",
+    patch_embed="embeddings.patch_embedding",
+    pos_embed="embeddings.position_embedding",
+    layers="encoder.layers",
+    norm1="layer_norm1",
+    attention="self_attn",
+    norm2="layer_norm2",
+    merger="",
+    final_norm="post_layernorm",
+    head="head",
+    prefixes=("vision_model.",),
+)
+
+
 def _pooling_head(hidden: int, width: int) -> list[Weight]:
     return [
         *whole("probe", hidden),
@@ -128,9 +164,13 @@ def facts(config: Config) -> EncoderFacts:
 
 
 def _family(name: str, model_type: str) -> tuple[Family, Family, Family]:
+    # SigLIP2 resizes its positions for each image by itself: it is not spread in blocks.
+    tower = TOWER if model_type == "siglip" else None
     return (
         Family(f"{name} text", (f"{model_type}_text_model",), text_facts, TP_PLAN, output="out_proj"),
-        Family(f"{name} vision", (f"{model_type}_vision_model",), vision_facts, TP_PLAN, output="out_proj"),
+        Family(
+            f"{name} vision", (f"{model_type}_vision_model",), vision_facts, TP_PLAN, output="out_proj", tower=tower
+        ),
         Family(name, (model_type,), facts, TP_PLAN, output="out_proj"),
     )
 

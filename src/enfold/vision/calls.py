@@ -1,0 +1,55 @@
+"""What a caller passes to a tower, checked before any work and any collective, and brought into one form: patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from enfold.encoders.family import TowerSizes
+from enfold.errors import InputError
+from enfold.vision.packing import Grid
+
+
+def check_patches(pixels: Any, grid_thw: Any, sizes: TowerSizes) -> list[Grid]:
+    """Return the grids as numbers; raise InputError with the numbers where they don't describe the pixels."""
+    for name, value in (("pixel_values", pixels), ("grid_thw", grid_thw)):
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} is a {type(value).__name__}; a tensor is needed")
+    if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or grid_thw.is_floating_point() or grid_thw.dtype == torch.bool:
+        raise InputError(
+            f"grid_thw is {list(grid_thw.shape)} {grid_thw.dtype}; it must be whole numbers [images, 3]: frames, rows, "
+            "columns in patches"
+        )
+    if not pixels.is_floating_point() or pixels.dim() != 2 or pixels.shape[1] != sizes.patch_features:
+        raise InputError(
+            f"pixel_values is {list(pixels.shape)} {pixels.dtype}; it must be floating-point "
+            f"[patches, {sizes.patch_features}]"
+        )
+    grids = [tuple(row) for row in grid_thw.tolist()]
+    merge = sizes.merge_size
+    for number, (frames, height, width) in enumerate(grids):
+        if min(frames, height, width) < 1 or height % merge or width % merge:
+            raise InputError(
+                f"image {number} has grid {frames} x {height} x {width}; frames are at least 1, rows and columns "
+                f"multiples of merge_size={merge}"
+            )
+    total = sum(frames * height * width for frames, height, width in grids)
+    if total != len(pixels):
+        raise InputError(f"grid_thw describes {total} patches, pixel_values has {len(pixels)}")
+    return grids
+
+
+def check_images(pixels: Any, conv: Any, sizes: TowerSizes, interpolate: bool) -> tuple[list[Grid], torch.Tensor]:
+    """Return the grids and the patches [n * h * w, F] of images of the tower's one size."""
+    if sizes.fixed_grid is None or interpolate:
+        raise InputError("interpolate_pos_encoding is not supported in blocks; resize the images to the tower's size")
+    height, width = sizes.fixed_grid
+    patch = conv.kernel_size
+    wanted = [conv.in_channels, height * patch[0], width * patch[1]]
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or list(pixels.shape[1:]) != wanted:
+        shape = f"{list(pixels.shape)} {pixels.dtype}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise InputError(f"pixel_values is {shape}; it must be floating-point [images, {', '.join(map(str, wanted))}]")
+    cut = pixels.reshape(len(pixels), wanted[0], height, patch[0], width, patch[1])
+    patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels) * height * width, sizes.patch_features)
+    return [(1, height, width)] * len(pixels), patches
