@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from enfold.shard import ShardPlan, cut_weights, plan_shards
 from enfold.skeleton import build_on_meta, match_names, own_parameters
 from enfold.spread import attach, decide
 from enfold.vision.config import VisionParallelConfig
-from enfold.vision.spread import attach_tower, check_only_vision, prepare_tower
+from enfold.vision.spread import attach_planned, attach_tower, check_only_vision, is_tower, prepare_tower
 from enfold.weights import Source, open_branch, open_source, read_slice, stored_dtype
 
 logger = logging.getLogger("enfold")
@@ -84,7 +85,10 @@ def load_encoder(
         if shards is not None:
             cut_weights(module, shards, mesh.tp.index)
         fill(module, source, stored, partial(_slice_of, shards, mesh.tp.index), torch.device(device or "cpu"))
-    attach(module, plan, mesh, shards)
+    if is_tower(module) and plan.layout.replicate == 1:
+        attach_planned(module, plan, mesh, shards)
+    else:
+        attach(module, plan, mesh, shards)
     return module.eval()
 
 
@@ -123,9 +127,18 @@ def _open_tower(
     family = family_of(config.model_type)
     assert family is not None
     assert family.tower is not None
-    name = _encoder_name(config, "")
+    cls = _tower_class(config, _encoder_name(config, ""))
     source = open_branch(whole, family.tower.prefixes)
-    return build_on_meta(getattr(transformers, name), config, choose_dtype(dtype, config, source), source.names), source
+    return build_on_meta(cls, config, choose_dtype(dtype, config, source), source.names), source
+
+
+def _tower_class(config: Any, name: str) -> type[PreTrainedModel]:
+    """Return the class of a tower; a few are only in the file beside that of their config."""
+    beside = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    cls = getattr(transformers, name, None) or getattr(beside, name, None)
+    if not _is_model_class(cls):
+        raise ConfigError(f"{name!r} is no model class of transformers {transformers.__version__}")
+    return cast(type[PreTrainedModel], cls)
 
 
 def tower_config(config: Any) -> Any:

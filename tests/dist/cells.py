@@ -43,9 +43,7 @@ def differences(want: Any, got: Any, name: str = "output") -> list[str]:
         if len(want) != len(got):
             return [f"{name}: {len(want)} entries became {len(got)}"]
         return [
-            text
-            for i, (a, b) in enumerate(zip(want, got, strict=True))
-            for text in differences(a, b, f"{name}[{i}]")
+            text for i, (a, b) in enumerate(zip(want, got, strict=True)) for text in differences(a, b, f"{name}[{i}]")
         ]
     return [] if want == got else [f"{name}: {want} became {got}"]
 

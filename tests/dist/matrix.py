@@ -61,7 +61,9 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="0, 1, R-1, R, R+1 rows with 1 and 2 threads each")
     args = parser.parse_args()
     ranks, bad, total = Ranks(), 0, 0
-    print(f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; equal bits = =, else the worst output")
+    print(
+        f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; equal bits = =, else the worst output"
+    )
     heads = [f"{world}: {label}" for world, layouts in LAYOUTS.items() for label in layouts]
     print(f"{'family':26s} {'dtype':9s} " + " ".join(f"{head:15s}" for head in heads) + " seconds")
     for name in args.family or [name for name in BY_NAME if name not in ODD_WIDTHS]:

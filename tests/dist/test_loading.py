@@ -158,7 +158,10 @@ def test_larger_checkpoints_give_their_encoder(tmp_path: Path) -> None:
     """T5 with its decoder, BERT with a masked-language head and no pooler, a language model with its head."""
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
     cases = [
-        (hf.T5ForConditionalGeneration(hf.T5Config(d_model=128, d_ff=256, num_layers=1, num_heads=2)), hf.T5EncoderModel),
+        (
+            hf.T5ForConditionalGeneration(hf.T5Config(d_model=128, d_ff=256, num_layers=1, num_heads=2)),
+            hf.T5EncoderModel,
+        ),
         (hf.BertForMaskedLM(hf.BertConfig(**small)), hf.BertModel),
         (hf.Qwen2ForCausalLM(hf.Qwen2Config(**small, num_key_value_heads=1, vocab_size=99)), hf.Qwen2Model),
         (hf.ViTForImageClassification(hf.ViTConfig(**small)), hf.ViTModel),

@@ -72,7 +72,9 @@ def test_odd_widths_keep_the_bits_of_replicate(ranks: Ranks, world: int, layout:
         assert to_plain, "plain torch has the same bits now: make it the reference"
 
 
-def _against_replicate(group: dist.ProcessGroup, name: str, layout: tuple[int, int, int]) -> tuple[list[str], list[str]]:
+def _against_replicate(
+    group: dist.ProcessGroup, name: str, layout: tuple[int, int, int]
+) -> tuple[list[str], list[str]]:
     batch = models.inputs(name, 5)
     got = spread(group, name, torch.float32, layout)(**batch, output_hidden_states=True)
     replicate = spread(group, name, torch.float32, (dist.get_world_size(group), 1, 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import towers
 from ranks import Ranks
-from tower_cells import cell, digest, spread
+from tower_cells import cell
 
 SIZES = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
 """(tp, dp) by number of ranks."""

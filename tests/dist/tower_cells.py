@@ -16,9 +16,7 @@ from enfold.comm import Groups
 from enfold.vision.spread import prepare_tower, spread_tower
 
 
-def spread(
-    group: dist.ProcessGroup | None, name: str, dtype: torch.dtype, tp: int, dp: int, **options: Any
-) -> Any:
+def spread(group: dist.ProcessGroup | None, name: str, dtype: torch.dtype, tp: int, dp: int, **options: Any) -> Any:
     numerics = options.pop("numerics", "exact")
     options.setdefault("vision_attention_block_size", towers.BLOCK_SIZE)
     config = VisionParallelConfig(tp_size=tp, dp_size=dp, gather_hidden_states=True, **options)

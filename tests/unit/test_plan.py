@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from enfold.choice import DP_MIN_HIDDEN_SIZE, FOLD_MIN_HIDDEN_SIZE
 from enfold.config import EncoderFacts
-from enfold.encoders import read_facts
+from enfold.encoders import parts, read_facts
 from enfold.encoders.shares import rank_parameters, whole_parts
 from enfold.errors import ConfigError, LayoutError, UnknownFamilyError
 from enfold.layout import Layout, divisors
-from enfold.plan import DP_MIN_HIDDEN_SIZE, FOLD_MIN_HIDDEN_SIZE, plan_encoder, plan_pipeline
+from enfold.plan import plan_encoder, plan_pipeline
 from enfold.shard import cut_weights, plan_shards
+from enfold.vision.config import VisionParallelConfig
 
 T5_XXL = {
     "model_type": "t5",
@@ -253,6 +256,123 @@ def test_every_plan_fits_its_ranks_and_never_holds_more_than_the_whole(
     assert (plan.bytes_per_rank < plan.replicate_bytes) == (plan.layout.tp > 1)
 
 
+# Vision towers that pack images of any size.
+
+QWEN3_VL_8B = {"model_type": "qwen3_vl_vision", "out_hidden_size": 4096, "dtype": "bfloat16"}
+QWEN2_5_VL = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28},
+    "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+}
+
+
+def tower(**sizes: Any) -> dict[str, Any]:
+    return {**QWEN3_VL_8B, **sizes}
+
+
+@pytest.mark.parametrize("hidden", [64, 1152, 8192])
+@pytest.mark.parametrize("batch", [None, 8])
+def test_auto_spreads_the_images_of_a_tower_whatever_its_width(hidden: int, batch: int | None) -> None:
+    plan = plan_encoder(tower(hidden_size=hidden), "auto", 4, batch)
+    assert (plan.resolved, plan.layout, plan.warnings) == ("dp", Layout(1, 4, 1), ())
+    assert plan.reasons == ("images of a call are spread over the 4 ranks, each with the whole tower",)
+    assert plan.bytes_per_rank == plan.replicate_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
+def test_auto_is_the_default_of_the_vision_config(ranks: int) -> None:
+    assert plan_encoder(QWEN3_VL_8B, "auto", ranks).layout == VisionParallelConfig().layout(ranks)
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "reason"),
+    [
+        ("fold", Layout(tp=4), "4 ranks share each image and one copy of the weights, up to 4 of 16 heads each"),
+        ("dp", Layout(dp=4), "images of a call are spread over the 4 ranks, each with the whole tower"),
+        ("replicate", Layout(replicate=4), "each of the 4 ranks encodes every image"),
+    ],
+)
+def test_modes_of_a_tower(mode: str, layout: Layout, reason: str) -> None:
+    plan = plan_encoder(QWEN3_VL_8B, mode, 4)
+    assert (plan.layout, plan.resolved, plan.reasons) == (layout, mode, (f"{mode} was asked: {reason}",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout", "words"),
+    [
+        ({"tp_size": 2}, Layout(1, 2, 2), "spread over the 2 groups of 2; 2 ranks share each image"),
+        ({"dp_size": 4}, Layout(1, 4, 1), "spread over the 4 ranks, each with the whole tower"),
+        ({"tp_size": 4}, Layout(1, 1, 4), "up to 4 of 16 heads each"),
+        ({"tp_size": 2, "dp_size": 1}, Layout(2, 1, 2), "2 copies of this repeat the same images"),
+        ({"layout": Layout(4)}, Layout(4), "each of the 4 ranks encodes every image"),
+    ],
+)
+def test_sizes_of_a_tower(asked: dict[str, Any], layout: Layout, words: str) -> None:
+    plan = plan_encoder(QWEN3_VL_8B, "auto", 4, **asked)
+    assert plan.layout == layout
+    assert plan.reasons[0].startswith(f"layout {layout} was asked: ")
+    assert words in plan.reasons[0]
+
+
+def test_heads_that_do_not_divide_say_the_most() -> None:
+    assert "up to 6 of 16 heads each" in plan_encoder(QWEN3_VL_8B, "fold", 3).reasons[0]
+
+
+@pytest.mark.parametrize(("mode", "warns"), [("auto", False), ("dp", True)])
+def test_one_image_per_call_leaves_ranks_idle_and_says_so(mode: str, warns: bool) -> None:
+    plan = plan_encoder(QWEN3_VL_8B, mode, 4, batch_size=1)
+    assert plan.layout == Layout(dp=4), "a video is spread by its frames"
+    assert "computed by 1 of the 4 copies" in plan.reasons[1]
+    assert "tp_size" in plan.reasons[1]
+    assert plan.warnings == (plan.reasons[1:] if warns else ())
+    assert plan_encoder(QWEN3_VL_8B, "fold", 4, batch_size=1).warnings == ()
+
+
+def test_one_rank_has_nothing_to_spread() -> None:
+    plan = plan_encoder(QWEN3_VL_8B, "auto", 1)
+    assert (plan.layout, plan.reasons) == (Layout(), ("there is 1 rank: nothing to spread",))
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked"), [("fold", {"dp_size": 4}), ("dp", {"tp_size": 4}), ("replicate", {"tp_size": 2})]
+)
+def test_a_mode_and_sizes_of_a_tower_may_not_contradict(mode: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match=f"mode {mode} contradicts layout"):
+        plan_encoder(QWEN3_VL_8B, mode, 4, **asked)
+
+
+def test_what_stays_whole_in_a_tower_is_named() -> None:
+    narrow = tower(hidden_size=80, intermediate_size=120, num_heads=4, out_hidden_size=128)
+    plan = plan_encoder(narrow, "fold", 5)
+    assert "attention: 4 heads < 5 ranks" in plan.whole_parts
+    assert "MLP up: 120 features are 1 units of 64 < 5 ranks" in plan.whole_parts
+    assert "merger out: 128 features are 2 units of 64 < 5 ranks" in plan.whole_parts
+    assert "deepstack merger out: 128 features are 2 units of 64 < 5 ranks" in plan.whole_parts
+    assert not any(part.startswith("merger in") for part in plan.whole_parts)
+    assert plan_encoder(QWEN3_VL_8B, "fold", 16).whole_parts == ()
+    with pytest.raises(LayoutError, match=r"fold over tp=32 would shard nothing \(.*4 heads < 32 ranks.*smaller tp"):
+        plan_encoder(narrow, "fold", 32)
+
+
+def test_a_siglip_tower_keeps_its_plan_by_rows() -> None:
+    config = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_attention_heads": 16}
+    plan = plan_encoder(config, "auto", 4, 1)
+    assert (plan.resolved, plan.reasons) == (
+        "replicate",
+        ("one image per call and hidden size 1152 < 4096: too narrow to fold",),
+    )
+    plan = plan_encoder(config, "auto", 4, 8)
+    assert plan.reasons == ("up to 8 images per call and hidden size 1152 >= 1024",)
+
+
+def test_a_model_whose_text_is_an_encoder_is_planned_as_before() -> None:
+    plans = {name: plan_encoder(part, "fold", 4) for name, part in parts(QWEN2_5_VL).items()}
+    assert plans["text"] == plan_encoder(QWEN2_5_VL, "fold", 4)
+    assert plans["text"].notes == ("the vision tower (visual) stays whole on every rank",)
+    assert plans["vision"].family == "Qwen2.5-VL vision"
+    assert plans["vision"].num_parameters == 676_550_144
+
+
 # The planner's arithmetic against what shard.py does to a real module on the meta device.
 
 BERT = {"vocab_size": 301, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1026}
@@ -302,11 +422,25 @@ SHARDED = [
     ),
 ]
 
+NARROW = {"depth": 2, "num_heads": 6, "hidden_size": 384, "intermediate_size": 1026, "out_hidden_size": 330}
+SHARDED += [
+    ("Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", {"depth": 2, "embed_dim": 1280}),
+    ("Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", {"depth": 2, "hidden_size": 1280}),
+    ("Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", NARROW),
+    ("Qwen3VLVisionModel", "Qwen3VLVisionConfig", {"out_hidden_size": 4096}),
+    ("Qwen3VLVisionModel", "Qwen3VLVisionConfig", {**NARROW, "deepstack_visual_indexes": [1]}),
+    ("Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig", {"depth": 2, "deepstack_visual_indexes": [1, 0]}),
+    ("Qwen3_5VisionModel", "Qwen3_5VisionConfig", {"depth": 2}),
+    ("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig", NARROW),
+]
+
 
 def meta_module(model: str, config: str, sizes: dict[str, Any]) -> tuple[Any, EncoderFacts]:
-    config_object = getattr(transformers, config)(**copy.deepcopy(sizes))
+    config_class = getattr(transformers, config)
+    config_object = config_class(**copy.deepcopy(sizes))
+    home = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     with torch.device("meta"):
-        module = getattr(transformers, model)(config_object)
+        module = getattr(home, model)(config_object)
     return module, read_facts({**config_object.to_dict(), "architectures": [model]})
 
 
@@ -357,6 +491,15 @@ def test_the_class_in_the_model_index_counts_not_the_one_in_config_json() -> Non
     index = {"text_encoder": ["transformers", "CLIPTextModelWithProjection"]}
     plan = plan_pipeline(index, lambda name: {**CLIP_L, "architectures": ["CLIPModel"]})["text_encoder"]
     assert plan.num_parameters == read_facts(CLIP_L).num_parameters + 512 * 768
+
+
+def test_qwen2_5_vl_in_a_pipeline_is_a_text_encoder_with_its_tower() -> None:
+    index = {"text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"]}
+    plan = plan_pipeline(index, lambda name: QWEN2_5_VL, "auto", 4, 8)["text_encoder"]
+    assert (plan.family, plan.resolved, plan.hidden_size) == ("Qwen2.5-VL", "dp", 3584)
+    assert plan.reasons == ("up to 8 prompts per call and hidden size 3584 >= 1024",)
+    assert plan.num_parameters is not None
+    assert plan.num_parameters > 676_550_144
 
 
 def test_an_error_in_a_pipeline_names_the_component() -> None:

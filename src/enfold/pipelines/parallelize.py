@@ -14,7 +14,7 @@ from enfold.pipelines.diffusion import parallelize_pipeline
 from enfold.pipelines.vision_language import parallelize_vision
 from enfold.spread import parallelize_encoder
 from enfold.vision.config import VisionParallelConfig
-from enfold.vision.spread import check_only_vision
+from enfold.vision.spread import check_only_vision, config_of_mode, is_tower
 
 
 def parallelize(
@@ -41,6 +41,9 @@ def parallelize(
     """
     if vision is not None:
         check_only_vision(mode, layout, batch_size)
+    elif is_tower(module_or_pipeline) and check_mode(mode) != "replicate":
+        vision = config_of_mode(mode, layout)
+    if vision is not None:
         return parallelize_vision(
             module_or_pipeline, vision, group=group, text_group=text_group, numerics=numerics, timeout=timeout
         )

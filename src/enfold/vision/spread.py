@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from enfold.comm import DEFAULT_TIMEOUT_S, Groups, Mesh, build_mesh
-from enfold.config import Numerics
-from enfold.encoders import family_of
+from enfold.config import Mode, Numerics
+from enfold.encoders import family_of, packs_patches
 from enfold.encoders.family import Tower, TowerSizes
-from enfold.errors import ConfigError, EnfoldError
+from enfold.errors import ConfigError, EnfoldError, LayoutError
 from enfold.exact import align_activations, has_bf16_instructions, tile_rows
 from enfold.flow import describe, map_tensors
 from enfold.layout import Layout
@@ -276,7 +276,7 @@ def prepare_tower(
         raise ConfigError(f"{type(module).__name__} is spread already ({module.plan.summary()}); load it again")
     layout = config.layout(len(groups.ranks))
     sizes = family.tower.read(module.config.to_dict())
-    check_block_size(config, sizes)
+    config.check_merge_size(sizes.merge_size)
     plan = decide(module.config, type(module).__name__, "auto", groups, layout, numerics, None, module.dtype)
     shards = None
     if layout.tp > 1:
@@ -293,11 +293,18 @@ def check_only_vision(mode: str, layout: Layout | None, batch_size: int | None) 
         )
 
 
-def check_block_size(config: VisionParallelConfig, sizes: TowerSizes) -> None:
-    """Raise ConfigError where a block would end inside a merge group."""
-    unit, size = sizes.merge_size**2, config.vision_attention_block_size
-    if size % unit:
-        raise ConfigError(f"vision_attention_block_size={size} is no multiple of merge_size^2={unit}")
+def config_of_mode(mode: Mode, layout: Layout | None) -> VisionParallelConfig:
+    """Return how a tower is spread that was given like any other encoder, by a mode or a layout."""
+    if layout is not None:
+        if layout.replicate > 1:
+            raise LayoutError(f"layout {layout} repeats a vision tower; use replicate 1, such as 1x{layout.size}x1")
+        return VisionParallelConfig(tp_size=layout.tp, dp_size=layout.dp)
+    return VisionParallelConfig(dp_size=1) if mode == "fold" else VisionParallelConfig()
+
+
+def is_tower(module: Any) -> bool:
+    """Return whether a module is a vision tower that packs the patches of images of any size."""
+    return isinstance(module, PreTrainedModel) and packs_patches(module.config.model_type)
 
 
 def spread_tower(
@@ -317,6 +324,17 @@ def spread_tower(
         cut_weights(prepared.module, prepared.shards, mesh.tp.index)
     attach_tower(prepared, mesh)
     return prepared.module
+
+
+def attach_planned(module: PreTrainedModel, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> TowerSpread:
+    """As attach_tower, for a tower that was planned and cut like any other encoder, by a mode or a layout."""
+    family = family_of(module.config.model_type)
+    assert family is not None
+    assert family.tower is not None
+    config = VisionParallelConfig(tp_size=mesh.tp.size, dp_size=mesh.dp.size)
+    config.resolve_tp_dp(mesh.layout.size)
+    sizes = family.tower.read(module.config.to_dict())
+    return attach_tower(PreparedTower(module, family.tower, sizes, config, plan, shards), mesh)
 
 
 def attach_tower(prepared: PreparedTower, mesh: Mesh) -> TowerSpread:
