@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ def check_patches(pixels: Any, grid_thw: Any, sizes: TowerSizes) -> list[Grid]:
     for name, value in (("pixel_values", pixels), ("grid_thw", grid_thw)):
         if not isinstance(value, torch.Tensor):
             raise InputError(f"{name} is a {type(value).__name__}; a tensor is needed")
-    if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or grid_thw.is_floating_point() or grid_thw.dtype == torch.bool:
+    if grid_thw.dim() != 2 or grid_thw.shape[1] != 3 or not _is_whole(grid_thw.dtype):
         raise InputError(
             f"grid_thw is {list(grid_thw.shape)} {grid_thw.dtype}; it must be whole numbers [images, 3]: frames, rows, "
             "columns in patches"
@@ -40,6 +41,10 @@ def check_patches(pixels: Any, grid_thw: Any, sizes: TowerSizes) -> list[Grid]:
     return grids
 
 
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
 def check_images(pixels: Any, conv: Any, sizes: TowerSizes, interpolate: bool) -> tuple[list[Grid], torch.Tensor]:
     """Return the grids and the patches [n * h * w, F] of images of the tower's one size."""
     if sizes.fixed_grid is None or interpolate:
@@ -47,9 +52,25 @@ def check_images(pixels: Any, conv: Any, sizes: TowerSizes, interpolate: bool) -
     height, width = sizes.fixed_grid
     patch = conv.kernel_size
     wanted = [conv.in_channels, height * patch[0], width * patch[1]]
-    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or list(pixels.shape[1:]) != wanted:
+    if (
+        not isinstance(pixels, torch.Tensor)
+        or not pixels.is_floating_point()
+        or _whole_patches(pixels, patch) != wanted
+    ):
         shape = f"{list(pixels.shape)} {pixels.dtype}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-        raise InputError(f"pixel_values is {shape}; it must be floating-point [images, {', '.join(map(str, wanted))}]")
-    cut = pixels.reshape(len(pixels), wanted[0], height, patch[0], width, patch[1])
+        raise InputError(
+            f"pixel_values is {shape}; it must be floating-point [images, {', '.join(map(str, wanted))}], or less than "
+            "a patch larger"
+        )
+    # Pixels beyond the last whole patch are left out, as the convolution does (384 pixels in patches of 14).
+    cut = pixels[:, :, : wanted[1], : wanted[2]].reshape(len(pixels), wanted[0], height, patch[0], width, patch[1])
     patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels) * height * width, sizes.patch_features)
     return [(1, height, width)] * len(pixels), patches
+
+
+def _whole_patches(pixels: torch.Tensor, patch: Sequence[int]) -> list[int]:
+    """Return channels, rows and columns of images without what is left beyond the last whole patch."""
+    if pixels.dim() != 4:
+        return []
+    channels, height, width = pixels.shape[1:]
+    return [channels, height // patch[0] * patch[0], width // patch[1] * patch[1]]

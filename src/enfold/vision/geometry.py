@@ -103,6 +103,7 @@ class FrameTable:
 
     sizes: TowerSizes
     made: dict[tuple[int, int], FrameInputs] = field(default_factory=dict)
+    orders: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def get(self, height: int, width: int) -> FrameInputs:
         """Return the inputs of a frame of this size."""
@@ -113,7 +114,10 @@ class FrameTable:
 
     def order(self, height: int, width: int) -> torch.Tensor | None:
         """Return the order in which a frame's merge groups are computed; None: their own."""
-        return window_order(self.sizes, height, width)[0]
+        key = (height, width)
+        if key not in self.orders:
+            self.orders[key] = window_order(self.sizes, height, width)[0]
+        return self.orders[key]
 
 
 # The rows of one rank: its frames one after another.

@@ -6,15 +6,19 @@ sizes only, so every rank comes to the same result by itself.
 1. First-fit-decreasing says how many blocks are needed. That chooses the bucket, never the sum of patches: 600, 600 and
    600 patches need three blocks of 1024.
 2. The number is rounded up to a multiple of dp. What would be empty blocks is used: where the frames also fit when each
-   goes to the least loaded block, they are spread so.
+   goes to the least loaded block, they are spread so. With fixed shapes they are not: a whole block costs the same
+   however full it is, and where a frame stands in its block, which the bits of masked attention hang on, must not hang
+   on dp.
 3. Blocks go to ranks by cost, the costliest first, each to the least loaded rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush, heapreplace
 
 import torch
 
@@ -136,9 +140,10 @@ def pack_images(grids: Sequence[Grid], config: VisionParallelConfig, dp: int, co
     num_blocks, bucket = round_up(len(packed), dp), None
     if config.num_vision_tokens_buckets is not None and packed:
         bucket, num_blocks = select_vision_bucket(len(packed), config.num_vision_tokens_buckets, size, dp)
-    tokens = [frames[number].num_tokens for number in regular]
-    costs = [cost(frames[number].height, frames[number].width) for number in regular]
-    packed = spread_evenly(tokens, costs, num_blocks, size) or packed
+    if not config.has_fixed_shapes:
+        tokens = [frames[number].num_tokens for number in regular]
+        costs = [cost(frames[number].height, frames[number].width) for number in regular]
+        packed = spread_evenly(tokens, costs, num_blocks, size) or packed
     blocks = [Block(size, tuple(sorted(regular[place] for place in block))) for block in packed]
     blocks += [Block(size, ())] * (num_blocks - len(blocks))
     blocks += _wide_blocks(frames, config, dp)
@@ -169,16 +174,20 @@ def first_fit_decreasing(sizes: Sequence[int], block_size: int) -> list[list[int
     """Return places grouped into blocks: the largest first (ties in order), each into the first block with room."""
     blocks: list[list[int]] = []
     room: list[int] = []
+    block, last = 0, block_size
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        if sizes[place] > block_size:
-            raise ValueError(f"{sizes[place]} tokens do not fit a block of {block_size}")
-        block = next((number for number, free in enumerate(room) if free >= sizes[place]), None)
-        if block is None:
-            block = len(blocks)
+        size = sizes[place]
+        if size > block_size:
+            raise ValueError(f"{size} tokens do not fit a block of {block_size}")
+        block = block if size == last else 0  # a block that was too full for this size still is
+        while block < len(blocks) and room[block] < size:
+            block += 1
+        if block == len(blocks):
             blocks.append([])
             room.append(block_size)
         blocks[block].append(place)
-        room[block] -= sizes[place]
+        room[block] -= size
+        last = size
     return blocks
 
 
@@ -190,15 +199,22 @@ def spread_evenly(
     The costliest first, each into the least loaded block that has room.
     """
     blocks: list[list[int]] = [[] for _ in range(num_blocks)]
-    room, loads = [block_size] * num_blocks, [0.0] * num_blocks
+    room, last = [block_size] * num_blocks, 0
+    loads = [(0.0, number) for number in range(num_blocks)]  # a heap: the least loaded block first
+    too_full: list[tuple[float, int]] = []
     for place in sorted(range(len(sizes)), key=lambda place: -costs[place]):
-        fitting = [number for number in range(num_blocks) if room[number] >= sizes[place]]
-        if not fitting:
+        if sizes[place] != last:
+            for each in too_full:
+                heappush(loads, each)
+            too_full, last = [], sizes[place]
+        while loads and room[loads[0][1]] < last:
+            too_full.append(heappop(loads))
+        if not loads:
             return None
-        block = min(fitting, key=lambda number: loads[number])
+        load, block = loads[0]
+        heapreplace(loads, (load + costs[place], block))
         blocks[block].append(place)
-        room[block] -= sizes[place]
-        loads[block] += costs[place]
+        room[block] -= last
     return blocks
 
 
@@ -210,7 +226,7 @@ def assign_blocks(widths: Sequence[int], costs: Sequence[float], dp: int, *, eve
     """
     shares: list[list[int]] = [[] for _ in range(dp)]
     loads = [0.0] * dp
-    left = {(width, rank): sum(w == width for w in widths) // dp for width in widths for rank in range(dp)}
+    left = {(width, rank): count // dp for width, count in Counter(widths).items() for rank in range(dp)}
     for block in sorted(range(len(widths)), key=lambda block: -costs[block]):
         ranks = [rank for rank in range(dp) if not even or left[widths[block], rank] > 0]
         rank = min(ranks, key=lambda rank: loads[rank])
