@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import sys
 from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 import transformers
+from ranks import bits, is_first, join_ranks, leave_ranks
 from tiny_flux import tiny_flux
 
 import enfold
@@ -41,15 +40,13 @@ def main() -> int:
         spread = encode(pipe, device)
     is_equal = all(torch.equal(bits(a), bits(b)) for a, b in zip(plain, spread, strict=True))
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         for name, component in pipe.components.items():
             if hasattr(component, "plan"):
                 print(f"{name}: {component.plan.summary()}")
         print(f"encode_prompt: {', '.join(str(list(x.shape)) for x in spread)}")
         print(f"bits equal to the plain pipeline: {'yes' if is_equal else 'no'}")
-    if dist.is_initialized():
-        dist.barrier()  # leave together
-        dist.destroy_process_group()
+    leave_ranks()
     return 0 if is_equal else 1
 
 
@@ -61,21 +58,6 @@ def encode(pipe: Any, device: torch.device) -> list[torch.Tensor]:
     wanted = {p.name: values.get(p.name) for p in parameters if p.default is p.empty or p.name in values}
     found = pipe.encode_prompt(**wanted)
     return [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
-
-
-def join_ranks() -> torch.device:
-    """Join the other ranks, if torchrun started any, and return this rank's device."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
 
 
 if __name__ == "__main__":

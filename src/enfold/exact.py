@@ -52,8 +52,10 @@ def is_aligned(num_elements: int, dtype: torch.dtype, num_threads: int) -> bool:
 
 def aligned_map(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Apply an elementwise function so that each element's bits do not hang on its place in the tensor."""
+    if x.device.type != "cpu":
+        return forward(x)
     num_threads = torch.get_num_threads()
-    if x.device.type != "cpu" or is_aligned(x.numel(), x.dtype, num_threads):
+    if is_aligned(x.numel(), x.dtype, num_threads):
         return forward(x)
     step = vector_unit(x.dtype) * num_threads
     longer = x.new_zeros(-(-x.numel() // step) * step)

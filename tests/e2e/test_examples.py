@@ -51,3 +51,10 @@ def test_a_pipeline(mode: str) -> None:
     assert lines[1].startswith(f"text_encoder_2: T5: {resolved}, layout")
     assert lines[2] == "encode_prompt: [3, 128, 1088], [3, 1088], [128, 3]"
     assert lines[3:] == ["bits equal to the plain pipeline: yes"]
+
+
+@pytest.mark.parametrize("arguments,layout", [((), "1x2x1"), (("--vision-tp-size", "2"), "1x1x2")])
+def test_a_vision_language_model(arguments: tuple[str, ...], layout: str) -> None:
+    lines = run("vision_language.py", *arguments).splitlines()
+    assert f"layout {layout}" in lines[0]
+    assert lines[1:] == ["4 images in 1 call of the tower", "tokens equal to the plain model's: yes"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from enfold.comm import Mesh
+from enfold.comm import Axis, Mesh
 from enfold.encoders.family import Tower, TowerSizes
 from enfold.errors import EnfoldError
 from enfold.flow import describe, map_tensors
@@ -57,7 +57,7 @@ class TowerSpread:
         self.last: ImagePacking | None = None
         self.output_class = _output_class(module, tower)
         self.said: set[str] = set()
-        self.run = torch.compile(run_tower, dynamic=False) if config.compile and _can_compile(module) else run_tower
+        self.run = compiled(mesh.tp) if config.compile and _can_compile(module) else run_tower
 
     # The two calls that a tower may have.
 
@@ -233,6 +233,12 @@ def all_gather(mine: torch.Tensor, counts: Sequence[int], mesh: Mesh) -> torch.T
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
     return mesh.dp.gather_rows(mine)
+
+
+def compiled(tp: Axis) -> Callable[..., Features]:
+    """Return run_tower as one graph per shape, cut where the tp ranks gather: collectives stay in plain Python."""
+    tp.all_gather = torch.compiler.disable(tp.all_gather)  # type: ignore[method-assign,no-untyped-call]
+    return cast(Callable[..., Features], torch.compile(run_tower, dynamic=False))
 
 
 def _can_compile(module: PreTrainedModel) -> bool:
