@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -138,10 +138,14 @@ class Watch:
 
     # The start and the end of a call: two small collectives on the replica axis.
 
-    def agree(self, signature: str) -> None:
-        """Compare what the ranks were called with; raise MismatchError that shows each where they differ."""
+    def agree(self, signature: str | Callable[[], str]) -> None:
+        """Compare what the ranks were called with; raise MismatchError that shows each where they differ.
+
+        A function is asked for the signature only where there is another rank to compare with.
+        """
         if self.store is None:
             return
+        signature = signature if isinstance(signature, str) else signature()
         digest = hashlib.blake2b(signature.encode(), digest_size=DIGEST_BYTES).digest()
         seen = self._exchange(digest)
         if len(set(seen)) > 1:

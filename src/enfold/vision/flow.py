@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -71,7 +72,7 @@ class TowerSpread:
         """
         with self.mesh.watch.call():
             grids = check_patches(hidden_states, grid_thw, self.sizes)
-            self.mesh.watch.agree(describe({"pixel_values": hidden_states, "grid_thw": grid_thw}))
+            self._agree(pixel_values=hidden_states, grid_thw=grid_thw)
             hidden, fat, places = self._encode(hidden_states, grids)
         self._ignored(kwargs)
         main, *levels = (level[places] for level in torch.split(fat, self.sizes.out_features, -1))
@@ -85,7 +86,7 @@ class TowerSpread:
         with self.mesh.watch.call():
             conv = part(self.module, self.tower.patch_embed)
             grids, pixels = check_images(pixel_values, conv, self.sizes, bool(interpolate_pos_encoding))
-            self.mesh.watch.agree(describe({"pixel_values": pixel_values}))
+            self._agree(pixel_values=pixel_values)
             _, rows, places = self._encode(pixels, grids)
             hidden = rows[places].view(len(grids), -1, rows.shape[-1])
             head = getattr(self.module, self.tower.head, None)
@@ -100,10 +101,13 @@ class TowerSpread:
         """Return the fat rows `[main | ds0 | ...]` of each image or video: tensors [tokens, out * (1 + levels)]."""
         with self.mesh.watch.call():
             grids = check_patches(pixel_values, grid_thw, self.sizes)
-            self.mesh.watch.agree(describe({"pixel_values": pixel_values, "grid_thw": grid_thw}))
+            self._agree(pixel_values=pixel_values, grid_thw=grid_thw)
             _, fat, places = self._encode(pixel_values, grids)
         unit = self.sizes.merge_size**2
         return list(torch.split(self._detached(fat[places]), [t * h * w // unit for t, h, w in grids]))
+
+    def _agree(self, **call: torch.Tensor) -> None:
+        self.mesh.watch.agree(partial(describe, call))
 
     # The flow. Pixels [P, F] are those of the whole call on every rank; from `split` on each has its own.
 
