@@ -48,10 +48,10 @@ PHOTOS = (
 """Width and height in pixels of photos as they are common in public collections (COCO, Flickr)."""
 
 IMAGES = {
-    "equal": [(1, 20, 20)] * 4,
-    "one image": [(1, 32, 32)],
-    "one large, three small": [(1, 36, 36), *[(1, 20, 20)] * 3],
-    "mixed photos": [(1, height // 64 * 2, width // 64 * 2) for width, height in PHOTOS[:8]],
+    "equal": [(1, 16, 16)] * 4,
+    "one image": [(1, 24, 24)],
+    "one large, three small": [(1, 28, 28), *[(1, 16, 16)] * 3],
+    "mixed photos": [(1, height // 64 * 2, width // 64 * 2) for width, height in PHOTOS[:4]],
 }
 GOALS = {("equal", "dp"): 1.9, ("one image", "tp"): 1.7, ("one large, three small", "best"): 1.7}
 SPREAD = ("one rank", "dp", "tp")
@@ -127,7 +127,7 @@ def tower_config() -> Any:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
     return Qwen3VLVisionConfig(
-        depth=4, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=4096,
+        depth=4, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=1024,
         deepstack_visual_indexes=[1],
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from enfold.probe import max_positions
 from enfold.runtime.base import Executor
 from enfold.runtime.local import LocalExecutor
 from enfold.runtime.spawn import SpawnExecutor
-from enfold.worker import EncoderSpec, LoadReport, Pooling
+from enfold.worker import EncoderSpec, LoadReport, Pooling, TowerSpec
 
 DEFAULT_MAX_LENGTH = 512
 UNLIMITED = 1_000_000
@@ -52,57 +52,29 @@ class BatchResult:
     tensors: list[torch.Tensor]
 
 
-class Engine:
-    """One text encoder over `num_ranks` ranks. Opening it reads the tokenizer; `start` starts ranks and loads weights.
+SpecT = TypeVar("SpecT", bound=EncoderSpec | TowerSpec)
 
-    Raises ConfigError where the folder has no tokenizer, or where the model takes no text.
-    """
 
-    def __init__(
-        self,
-        spec: EncoderSpec,
-        *,
-        num_ranks: int = 1,
-        batch_size: int = 32,
-        max_length: int | None = None,
-        threads_per_rank: int | None = None,
-        executor: Executor | None = None,
-    ) -> None:
-        self.spec = replace(spec, path=local_or_hub(spec.path), batch_size=spec.batch_size or batch_size)
-        self.batch_size = batch_size
+class OnRanks(Generic[SpecT]):
+    """An encoder on the ranks of an executor. In a `with` block it is loaded, and no rank outlives the block."""
+
+    load_method: ClassVar[str]
+    """The worker's method that takes the spec."""
+
+    def __init__(self, spec: SpecT, executor: Executor) -> None:
+        self.spec = spec
+        self.executor = executor
         self.report: LoadReport | None = None
-        whole_config, config = read_config(self.spec)
-        # What can't be planned is refused here, before any rank is started.
-        self.plan = plan_encoder(
-            whole_config,
-            spec.mode,
-            num_ranks,
-            self.spec.batch_size,
-            layout=spec.layout,
-            dtype=spec.dtype,
-            numerics=spec.numerics,
-        )
-        self.tokenizer = load_tokenizer(self.spec)
-        self.max_length = choose_max_length(max_length, self.tokenizer.model_max_length, max_positions(config))
-        self._pad_id = self._find_pad_id(config)
-        self._vocab_size = int(config.vocab_size)
-        # Some encoders (SigLIP) were trained on texts padded to full length, without a mask.
-        self._use_mask = "attention_mask" in self.tokenizer.model_input_names
-        self.executor = executor or make_executor(num_ranks, threads_per_rank, spec.timeout_s)
-
-    def _find_pad_id(self, config: Any) -> int:
-        candidates = (self.tokenizer.pad_token_id, config.pad_token_id, self.tokenizer.eos_token_id)
-        return int(next((number for number in candidates if isinstance(number, int) and number >= 0), 0))
 
     def start(self) -> LoadReport:
         """Start the ranks and load the encoder on them."""
         self.executor.start()
         try:
-            self.report = self.executor.call("load", self.spec, patience_s=LOAD_PATIENCE_S)
+            self.report = self.executor.call(self.load_method, self.spec, patience_s=LOAD_PATIENCE_S)
         except BaseException:
             self.executor.shutdown(graceful=False)
             raise
-        return self.report
+        return self.loaded
 
     def close(self, *, graceful: bool = True) -> None:
         """End the ranks."""
@@ -116,6 +88,62 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(graceful=error is None)
+
+    @property
+    def loaded(self) -> LoadReport:
+        """What the ranks said of the encoder; raises EncodeError before `start`."""
+        if self.report is None:
+            raise EncodeError("the encoder is not loaded yet; call start() first")
+        return self.report
+
+    @property
+    def plan_summary(self) -> str:
+        """How the encoder is spread, in one line; raises EncodeError before `start`."""
+        return self.loaded.summary
+
+
+class Engine(OnRanks[EncoderSpec]):
+    """One text encoder over `num_ranks` ranks. Opening it reads the tokenizer; `start` starts ranks and loads weights.
+
+    Raises ConfigError where the folder has no tokenizer, or where the model takes no text.
+    """
+
+    load_method = "load"
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        *,
+        num_ranks: int = 1,
+        batch_size: int = 32,
+        max_length: int | None = None,
+        threads_per_rank: int | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        spec = replace(spec, path=local_or_hub(spec.path), batch_size=spec.batch_size or batch_size)
+        super().__init__(spec, executor or make_executor(num_ranks, threads_per_rank, spec.timeout_s))
+        self.batch_size = batch_size
+        whole_config, config = read_config(spec)
+        # What can't be planned is refused here, before any rank is started.
+        self.plan = plan_encoder(
+            whole_config,
+            spec.mode,
+            num_ranks,
+            spec.batch_size,
+            layout=spec.layout,
+            dtype=spec.dtype,
+            numerics=spec.numerics,
+        )
+        self.tokenizer = load_tokenizer(spec)
+        self.max_length = choose_max_length(max_length, self.tokenizer.model_max_length, max_positions(config))
+        self._pad_id = self._find_pad_id(config)
+        self._vocab_size = int(config.vocab_size)
+        # Some encoders (SigLIP) were trained on texts padded to full length, without a mask.
+        self._use_mask = "attention_mask" in self.tokenizer.model_input_names
+
+    def _find_pad_id(self, config: Any) -> int:
+        candidates = (self.tokenizer.pad_token_id, config.pad_token_id, self.tokenizer.eos_token_id)
+        return int(next((number for number in candidates if isinstance(number, int) and number >= 0), 0))
 
     def tokenize(self, texts: Sequence[str]) -> Tokens:
         """Return token ids with special tokens, at most `max_length` per text; needs no rank.
@@ -171,13 +199,6 @@ class Engine:
         for batch in self.encode_batches(self.tokenize(texts), pooling):
             results.update(zip(batch.indices, batch.tensors, strict=True))
         return [results[index] for index in range(len(texts))]
-
-    @property
-    def plan_summary(self) -> str:
-        """How the encoder is spread, in one line; raises EncodeError before `start`."""
-        if self.report is None:
-            raise EncodeError("the encoder is not loaded yet; call start() first")
-        return self.report.summary
 
 
 def make_executor(num_ranks: int, threads_per_rank: int | None, timeout_s: float) -> Executor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from enfold.encoders import tower_of
 from enfold.errors import InputError
 
 SEED = 20_117
@@ -74,6 +75,25 @@ def _image_inputs(config: Any, batch_size: int, generator: torch.Generator) -> d
         }
     height, width = (size, size) if isinstance(size, int) else size
     return {"pixel_values": torch.randn(batch_size, config.num_channels, height, width, generator=generator)}
+
+
+def tower_inputs(config: Any, num_images: int) -> dict[str, torch.Tensor]:
+    """Return random arguments for a vision tower, the same on every rank, on the CPU; images of different sizes.
+
+    Sides are of 2 to 24 patches, the first image being the largest; or of the one size that the tower takes.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    tower = tower_of(config.model_type)
+    assert tower is not None
+    if tower.takes == "images":
+        return _image_inputs(config, num_images, generator)
+    sizes = tower.read(config.to_dict())
+    groups_N2 = torch.randint(1, 24 // sizes.merge_size + 1, (num_images, 2), generator=generator)
+    groups_N2[0] = 24 // sizes.merge_size
+    grid_thw = torch.cat([torch.ones_like(groups_N2[:, :1]), groups_N2 * sizes.merge_size], 1)
+    num_patches = int(grid_thw.prod(1).sum())
+    pixels_PF = torch.randn(num_patches, sizes.patch_features, generator=generator)
+    return {"hidden_states": pixels_PF, "grid_thw": grid_thw}
 
 
 def _as_parameters(encoder: Any, value: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import platform
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +17,25 @@ import torch
 import torch.distributed as dist
 
 from enfold.config import Mode, Numerics
-from enfold.errors import EncodeError, InputError
+from enfold.errors import CheckpointError, EncodeError, InputError
 from enfold.layout import Layout
-from enfold.probe import Comparison, compare_outputs, digest_output, max_positions, named_outputs, probe_inputs
+from enfold.probe import (
+    Comparison,
+    compare_outputs,
+    digest_output,
+    max_positions,
+    named_outputs,
+    probe_inputs,
+    tower_inputs,
+)
+from enfold.vision.config import VisionParallelConfig
+from enfold.vision.pooled import attach_pooled
 
 Pooling = Literal["none", "mean", "cls", "last"]
 """`none`: every token's hidden state.  `mean`: over a text's tokens, in fp32.  `cls`: its first.  `last`: its last."""
 
 REFERENCE = "plain module"
+ONE_RANK = "one rank"
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,18 @@ class EncoderSpec:
     numerics: Numerics = "exact"
     timeout_s: float = 60.0
     batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """Which vision tower to load and how to spread it; the arguments of `load_encoder(vision=)` as plain values."""
+
+    path: str
+    subfolder: str | None = None
+    vision: VisionParallelConfig = field(default_factory=VisionParallelConfig)
+    dtype: str | None = None
+    numerics: Numerics = "exact"
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +110,15 @@ class Worker:
             batch_size=spec.batch_size,
         )
         self._encoder.eval()
-        plan = self._encoder.plan
+        return self._report()
+
+    def _report(self) -> LoadReport:
+        plan = self.encoder.plan
         return LoadReport(
             plan=plan.to_json(),
             summary=plan.summary(),
-            dtype=str(next(self._encoder.parameters()).dtype).removeprefix("torch."),
-            input_name=self._encoder.main_input_name,
+            dtype=str(next(self.encoder.parameters()).dtype).removeprefix("torch."),
+            input_name=self.encoder.main_input_name,
         )
 
     def unload(self) -> None:
@@ -124,6 +151,43 @@ class Worker:
         hidden_NTF = self.encoder(**keywords).last_hidden_state
         texts = [hidden_TF[:length] for hidden_TF, length in zip(hidden_NTF, lengths, strict=True)]
         return torch.cat(texts) if pooling == "none" else torch.stack([pool(text, pooling) for text in texts])
+
+    # Vision towers.
+
+    def load_tower(self, spec: TowerSpec) -> LoadReport:
+        """Load a vision tower, in place of the encoder before."""
+        self._load_tower(spec, self.group)
+        return self._report()
+
+    def _load_tower(self, spec: TowerSpec, group: dist.ProcessGroup | None) -> None:
+        from enfold.checkpoint import load_encoder
+
+        self.unload()
+        self._encoder = load_encoder(
+            spec.path,
+            subfolder=spec.subfolder,
+            dtype=None if spec.dtype is None else getattr(torch, spec.dtype),
+            device=self.device,
+            group=group,
+            numerics=spec.numerics,
+            timeout=spec.timeout_s,
+            vision=replace(spec.vision),  # loading writes the sizes into it
+        )
+
+    @torch.inference_mode()
+    def encode_images(self, pixels_PF: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        """Encode images given as patches, and return the rows [tokens, D] of each; on every rank.
+
+        pixels_PF: the patches of all images, on the CPU. Where the tower has a pooling head, the rows are those that
+        `attach_pooled` makes. The head sees one image at a time, so its bits don't hang on the others.
+        """
+        rows: list[torch.Tensor] = self.encoder.spread.encode_items(pixels_PF, grid_thw)
+        head = getattr(self.encoder, self.encoder.spread.tower.head, None)
+        return rows if head is None else [attach_pooled(x, head(x.unsqueeze(0))[0]) for x in rows]
+
+    def tower_counters(self) -> dict[str, int]:
+        """Return what the tower has done since it was loaded: calls, images, tokens, padded_tokens."""
+        return dict(vars(self.encoder.spread.counters))
 
     # For `enfold verify`: outputs are kept by name on rank 0, and compared there.
 
@@ -159,6 +223,47 @@ class Worker:
         inputs = probe_inputs(plain, batch_size, length, self.device)
         self._keep(REFERENCE, plain(**inputs, output_hidden_states=True))
         return str(plain_class.__name__)
+
+    @torch.inference_mode()
+    def probe_tower(self, name: str, num_images: int) -> dict[str, str]:
+        """As `probe`, for a vision tower and random images."""
+        return self._keep(name, self.encoder(**tower_inputs(self.encoder.config, num_images)))
+
+    @torch.inference_mode()
+    def probe_one_rank(self, spec: TowerSpec, num_images: int) -> dict[str, Any] | None:
+        """Keep what rank 0 alone returns for random images, as ONE_RANK, and Transformers' own tower, as REFERENCE.
+
+        The other ranks load nothing. Returns, on rank 0, the name of the tower's class and its precision.
+        """
+        self.unload()
+        if self.rank:
+            return None
+        alone = None if self.group is None else dist.new_group([0], backend="gloo", use_local_synchronization=True)
+        self._load_tower(spec, alone)
+        self.probe_tower(ONE_RANK, num_images)
+        about = {"model_class": type(self.encoder).__name__, "dtype": self._report().dtype}
+        plain = self._plain_tower(spec).to(self.device)
+        inputs = {name: x.to(self.device) for name, x in tower_inputs(plain.config, num_images).items()}
+        pixels = "pixel_values" if "pixel_values" in inputs else "hidden_states"
+        inputs[pixels] = inputs[pixels].to(plain.dtype)
+        self._keep(REFERENCE, plain(**inputs))
+        return about
+
+    def _plain_tower(self, spec: TowerSpec) -> Any:
+        """Return Transformers' own tower, read by Transformers, in place of the loaded one."""
+        from transformers.utils import logging as transformers_logging
+
+        plain_class: Any = type(self.encoder)
+        config, dtype = self.encoder.config, self.encoder.dtype
+        names = {f"^{re.escape(prefix)}": "" for prefix in self.encoder.spread.tower.prefixes}
+        self.unload()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()  # it would list the weights of the language model
+        keywords = {"subfolder": spec.subfolder or "", "config": config, "dtype": dtype, "key_mapping": names}
+        plain, found = plain_class.from_pretrained(spec.path, output_loading_info=True, **keywords)
+        if missing := found["missing_keys"]:
+            raise CheckpointError(f"Transformers finds no weights for {', '.join(sorted(missing)[:4])} in {spec.path}")
+        return plain.eval()
 
     def compare(self, name: str, reference: str) -> list[Comparison]:
         """Compare two kept sets of outputs; an empty list on ranks other than 0."""

@@ -10,13 +10,17 @@ import pytest
 
 import enfold
 from enfold import errors
+from enfold.cli import encode
 from enfold.cli.main import build_parser
 
 OPTIONS = {
-    "encode": "batch-size dp-size dtype encoder-parallel help input json max-length model-path num-gpus numerics "
-    "output pooling subfolder threads-per-rank timeout tp-size",
-    "plan": "batching-max-size dp-size dtype encoder-parallel help json model-path num-gpus numerics subfolder tp-size",
-    "verify": "batch-size dtype help json length model-path num-gpus numerics subfolder threads-per-rank timeout",
+    "encode": "batch-size dp-size dtype encoder-parallel first-frame help input json max-length max-pixels "
+    "max-tokens-per-call model-path num-gpus numerics output pooling skip-bad subfolder threads-per-rank timeout "
+    "tp-size vision-block-size vision-dp-size vision-tp-size",
+    "plan": "batching-max-size dp-size dtype encoder-parallel help json model-path num-gpus numerics subfolder tp-size "
+    "vision-block-size vision-dp-size vision-tp-size",
+    "verify": "batch-size dtype help json length model-path num-gpus numerics subfolder threads-per-rank timeout "
+    "vision",
 }
 
 
@@ -38,6 +42,15 @@ def test_options_of_the_commands() -> None:
         for name, parser in subparsers.choices.items()
     }
     assert found == OPTIONS
+
+
+def test_defaults_that_are_written_twice() -> None:
+    """The parser must not import what knows them: torch and Pillow."""
+    from enfold import image_engine
+    from enfold.vision import images
+
+    assert encode.DEFAULT_MAX_TOKENS == image_engine.DEFAULT_MAX_TOKENS
+    assert encode.DEFAULT_MAX_PIXELS == images.MAX_PIXELS
 
 
 def test_importing_enfold_brings_no_torch() -> None:

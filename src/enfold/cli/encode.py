@@ -1,50 +1,50 @@
-"""`enfold encode`: every text of a file through an encoder on N ranks, into one .safetensors file.
+"""`enfold encode`: a file of texts, or a folder of images, through an encoder on N ranks, into one .safetensors file.
 
-The file holds, for the n texts in input order:
-
-    hidden_states  [tokens of all texts, hidden]   --pooling none: last hidden states, without padding
-    offsets        int64 [n + 1]                   --pooling none: text i has rows offsets[i] to offsets[i + 1]
-    embeddings     [n, hidden]                     any other pooling; mean is float32, cls and last as the model
-    line           int64 [n]                       the number of the text's line in the input, from 1
-    num_tokens     int64 [n]                       tokens of the text, special ones included, after truncation
-    truncated      uint8 [n]                       1 where the text was cut off at --max-length
-    inputs         uint8 [bytes]                   the texts as UTF-8 JSON lines: {"id"?, "text"}
-
-and as metadata, all strings: enfold (version), model, subfolder, pooling, dtype, mode, numerics, plan (JSON), texts,
-tokens, truncated, max_length.
+Model and inputs say which of the two it is (enfold.cli.kinds). What the file holds: enfold.cli.encode_texts and
+enfold.cli.encode_images.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import time
-from contextlib import ExitStack
-from importlib.metadata import version
-from itertools import accumulate
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from enfold.cli.kinds import Kind, decide_kind, settings_folder
 from enfold.cli.model_path import check_model_path
-from enfold.cli.options import add_options, positive_int
-from enfold.cli.report import say, stage
-from enfold.cli.texts import Text, read_texts
-from enfold.errors import InputError
-from enfold.layout import Layout, resolve_layout
-
-if TYPE_CHECKING:
-    import torch
-
-    from enfold.cli.tensor_file import TensorFile
-    from enfold.engine import Engine, Tokens
+from enfold.cli.options import VISION_FLAGS, add_options, positive_int
+from enfold.errors import ConfigError, InputError
 
 POOLINGS = ("none", "mean", "cls", "last")
+DEFAULT_MAX_TOKENS = 16384
+DEFAULT_MAX_PIXELS = 89_478_485
+
+ONLY_FOR: Mapping[Kind, Mapping[str, Any]] = {
+    "texts": {
+        "encoder_parallel": "auto",
+        "tp_size": None,
+        "dp_size": None,
+        "pooling": "none",
+        "max_length": None,
+        "batch_size": 32,
+    },
+    "images": {
+        **dict.fromkeys(VISION_FLAGS),
+        "max_tokens_per_call": DEFAULT_MAX_TOKENS,
+        "max_pixels": DEFAULT_MAX_PIXELS,
+        "first_frame": False,
+        "skip_bad": False,
+    },
+}
+"""The options that mean something for one kind of input, and their defaults."""
 
 EXAMPLE = """\
-example, on two ranks that share the batch:
+examples, on two ranks that share the work:
   enfold encode --model-path ./my-encoder --input captions.txt --output captions.safetensors \\
       --num-gpus 2 --encoder-parallel dp --pooling mean
+  enfold encode --model-path ./qwen3-vl --input photos/ more.jsonl --output photos.safetensors --num-gpus 2
 """
 
 
@@ -52,62 +52,103 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add `encode` to the command line."""
     parser = subparsers.add_parser(
         "encode",
-        help="encode the texts of a file into a .safetensors file",
-        description="Encode every text of a file on N ranks and write hidden states or pooled vectors.",
+        help="encode the texts of a file, or images, into a .safetensors file",
+        description="Encode texts with a text encoder, or images with the vision tower of a model, on N ranks. Write\n"
+        "hidden states or pooled vectors of texts, features of images.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, "--model-path", "--subfolder")
     parser.add_argument(
-        "--input", required=True, metavar="FILE", help="texts: .txt (one per line), .jsonl, or - for standard input"
+        "--input",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="texts: .txt (one per line), .jsonl, or - for standard input; images: files, folders, .jsonl lists",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors file to write")
-    add_options(parser, "--num-gpus", "--encoder-parallel", "--tp-size", "--dp-size")
-    parser.add_argument(
-        "--pooling",
-        choices=POOLINGS,
-        default="none",
-        help="one vector per text, or none: the hidden states of all its tokens (default: none)",
-    )
-    parser.add_argument(
-        "--max-length", type=positive_int, metavar="N", help="tokens per text; longer ones are cut off and counted"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive_int, default=32, metavar="N", help="texts per batch (default: 32)"
-    )
-    add_options(parser, "--dtype", "--numerics", "--threads-per-rank", "--timeout", "--json")
+    add_options(parser, "--num-gpus")
+    _add_text_options(parser.add_argument_group("texts"))
+    _add_image_options(parser.add_argument_group("images", "--timeout is 600 seconds for images and 60 for texts"))
+    add_options(parser, "--dtype", "--numerics", "--threads-per-rank", "--timeout", "--json", timeout=None)
     parser.set_defaults(run=run)
 
 
+def _add_text_options(group: argparse._ArgumentGroup) -> None:
+    defaults = ONLY_FOR["texts"]
+    add_options(group, "--encoder-parallel", "--tp-size", "--dp-size")
+    group.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        default=defaults["pooling"],
+        help="one vector per text, or none: the hidden states of all its tokens (default: none)",
+    )
+    group.add_argument(
+        "--max-length", type=positive_int, metavar="N", help="tokens per text; longer ones are cut off and counted"
+    )
+    group.add_argument(
+        "--batch-size",
+        type=positive_int,
+        default=defaults["batch_size"],
+        metavar="N",
+        help="texts per batch (default: 32)",
+    )
+
+
+def _add_image_options(group: argparse._ArgumentGroup) -> None:
+    add_options(group, *VISION_FLAGS.values())
+    group.add_argument(
+        "--max-tokens-per-call",
+        type=positive_int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="patches that the ranks encode together; a larger image is encoded by itself (default: "
+        f"{DEFAULT_MAX_TOKENS})",
+    )
+    group.add_argument(
+        "--max-pixels",
+        type=positive_int,
+        default=DEFAULT_MAX_PIXELS,
+        metavar="N",
+        help="an image with more pixels in its file is refused, undecoded; others are resized as the model's image "
+        f"processor says (default: {DEFAULT_MAX_PIXELS})",
+    )
+    group.add_argument(
+        "--first-frame", action="store_true", help="take the first frame of an animated image, which is refused else"
+    )
+    group.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out images that can't be used, and record them; without it nothing is encoded if there is one",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Check everything that needs no model, then load, encode and write."""
-    output = Path(args.output).expanduser()
-    layout = _check_arguments(args, output)
-    texts = read_texts(args.input)
-    say(f"{len(texts)} texts from {'standard input' if args.input == '-' else args.input}")
-    engine = _make_engine(args, layout)
-    with stage("tokenizing", len(texts), "texts"):
-        tokens = _tokenize(engine, texts)
-    started = time.monotonic()
-    with ExitStack() as stack:
-        with stage(f"loading {args.model_path}, ranks: {args.num_gpus}"):
-            stack.enter_context(engine)
-        loaded = time.monotonic()
-        say(engine.plan_summary)
-        _encode(args, engine, texts, tokens, output)
-        encoded = time.monotonic()
-    answer = _summary(args, engine, tokens, output, load_s=loaded - started, encode_s=encoded - loaded)
-    print(json.dumps(answer, indent=2) if args.json else _in_words(answer))
-    return 0
-
-
-def _check_arguments(args: argparse.Namespace, output: Path) -> Layout | None:
-    """Check sizes and paths by arithmetic and names alone; return the layout that --tp-size and --dp-size give."""
+    """Check paths, find out what is to be encoded, and encode it."""
     check_model_path(args.model_path, args.subfolder)
+    output = Path(args.output).expanduser()
     _check_output(output)
-    if args.tp_size is None and args.dp_size is None:
-        return None
-    return resolve_layout(args.num_gpus, args.tp_size, args.dp_size)
+    folder = settings_folder(args.model_path, args.subfolder)
+    kind = decide_kind(folder, args.input)
+    _check_options(args, kind)
+    if kind == "texts":
+        from enfold.cli.encode_texts import run_texts
+
+        return run_texts(args, output)
+    from enfold.cli.encode_images import run_images
+
+    return run_images(args, folder, output)
+
+
+def _check_options(args: argparse.Namespace, kind: Kind) -> None:
+    """Raise ConfigError where an option is given that is for the other kind of input."""
+    other: Kind = "images" if kind == "texts" else "texts"
+    given = [
+        f"--{name.replace('_', '-')}" for name, default in ONLY_FOR[other].items() if getattr(args, name) != default
+    ]
+    if given:
+        raise ConfigError(f"{' and '.join(given)}: for {other} only, and the input holds {kind}; leave it out")
 
 
 def _check_output(output: Path) -> None:
@@ -120,132 +161,3 @@ def _check_output(output: Path) -> None:
         raise InputError(f"--output {output}: there is no folder {folder}; make it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"--output {output}: can't write into the folder {folder}; choose another one")
-
-
-def _make_engine(args: argparse.Namespace, layout: Layout | None) -> Engine:
-    from enfold.engine import Engine
-    from enfold.worker import EncoderSpec
-
-    spec = EncoderSpec(
-        path=args.model_path,
-        subfolder=args.subfolder,
-        mode=args.encoder_parallel,
-        layout=layout,
-        dtype=args.dtype,
-        numerics=args.numerics,
-        timeout_s=args.timeout,
-    )
-    return Engine(
-        spec,
-        num_ranks=args.num_gpus,
-        batch_size=args.batch_size,
-        max_length=args.max_length,
-        threads_per_rank=args.threads_per_rank,
-    )
-
-
-def _tokenize(engine: Engine, texts: list[Text]) -> Tokens:
-    tokens = engine.tokenize([text.text for text in texts])
-    num_truncated = sum(tokens.truncated)
-    if num_truncated:
-        first = texts[tokens.truncated.index(True)].line
-        say(
-            f"{num_truncated} of {len(texts)} texts are longer than {engine.max_length} tokens and are cut off there "
-            f"(the first is line {first})"
-        )
-    return tokens
-
-
-def _encode(args: argparse.Namespace, engine: Engine, texts: list[Text], tokens: Tokens, output: Path) -> None:
-    """Encode all batches; each result goes to its place in the file at once. The first one tells width and dtype."""
-    lengths = [len(ids) for ids in tokens.ids]
-    firsts = [0, *accumulate(lengths)]
-    pooled = args.pooling != "none"
-    name = "embeddings" if pooled else "hidden_states"
-    with ExitStack() as stack, stage("encoding", len(texts), "texts") as advance:
-        file: TensorFile | None = None
-        for batch in engine.encode_batches(tokens, args.pooling):
-            if file is None:
-                file = stack.enter_context(
-                    _open_file(args, engine, texts, tokens, output=output, sample=batch.tensors[0])
-                )
-            for index, tensor in zip(batch.indices, batch.tensors, strict=True):
-                rows = tensor.unsqueeze(0) if pooled else tensor
-                file.write(name, rows, index if pooled else firsts[index])
-            advance(len(batch.indices))
-
-
-def _open_file(
-    args: argparse.Namespace, engine: Engine, texts: list[Text], tokens: Tokens, *, output: Path, sample: torch.Tensor
-) -> TensorFile:
-    """Return the output file, with the index of the inputs to be written into it."""
-    import torch
-
-    from enfold.cli.tensor_file import Slot, TensorFile
-
-    lengths = torch.tensor([len(ids) for ids in tokens.ids])
-    index = {
-        "line": torch.tensor([text.line for text in texts]),
-        "num_tokens": lengths,
-        "truncated": torch.tensor(tokens.truncated, dtype=torch.uint8),
-        "inputs": torch.frombuffer(
-            bytearray("".join(f"{text.to_json()}\n" for text in texts).encode()), dtype=torch.uint8
-        ),
-    }
-    width = sample.shape[-1]
-    if args.pooling == "none":
-        index["offsets"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        results = {"hidden_states": Slot(sample.dtype, (tokens.num_tokens, width))}
-    else:
-        results = {"embeddings": Slot(sample.dtype, (len(texts), width))}
-    slots = results | {name: Slot(tensor.dtype, tuple(tensor.shape)) for name, tensor in index.items()}
-    return TensorFile(output, slots, _metadata(args, engine, tokens), contents=index)
-
-
-def _metadata(args: argparse.Namespace, engine: Engine, tokens: Tokens) -> dict[str, str]:
-    assert engine.report is not None
-    return {
-        "enfold": version("enfold"),
-        "model": args.model_path,
-        "subfolder": args.subfolder or "",
-        "pooling": args.pooling,
-        "dtype": engine.report.dtype,
-        "mode": args.encoder_parallel,
-        "numerics": args.numerics,
-        "plan": json.dumps(engine.report.plan),
-        "texts": str(len(tokens.ids)),
-        "tokens": str(tokens.num_tokens),
-        "truncated": str(sum(tokens.truncated)),
-        "max_length": str(engine.max_length),
-    }
-
-
-def _summary(
-    args: argparse.Namespace, engine: Engine, tokens: Tokens, output: Path, *, load_s: float, encode_s: float
-) -> dict[str, Any]:
-    assert engine.report is not None
-    return {
-        "output": str(output),
-        "texts": len(tokens.ids),
-        "tokens": tokens.num_tokens,
-        "truncated": sum(tokens.truncated),
-        "max_length": engine.max_length,
-        "pooling": args.pooling,
-        "dtype": engine.report.dtype,
-        "num_ranks": args.num_gpus,
-        "load_s": round(load_s, 3),
-        "encode_s": round(encode_s, 3),
-        "texts_per_s": round(len(tokens.ids) / encode_s, 2),
-        "plan": engine.report.plan,
-        "plan_summary": engine.plan_summary,
-    }
-
-
-def _in_words(answer: dict[str, Any]) -> str:
-    cut = f", {answer['truncated']} texts cut off at {answer['max_length']} tokens" if answer["truncated"] else ""
-    return (
-        f"{answer['texts']} texts, {answer['tokens']} tokens{cut}\n"
-        f"load {answer['load_s']:.1f} s, encode {answer['encode_s']:.1f} s, {answer['texts_per_s']:.1f} texts/s\n"
-        f"plan: {answer['plan_summary']}\n"
-        f"written to {answer['output']}"
-    )

@@ -1,7 +1,8 @@
 """The `enfold` command: parse, run, and turn what goes wrong into one message and an exit code.
 
-Exit codes: 0 done; 1 `verify` found a mode that is not exact, or a bug (with its traceback); 2 a wrong argument or
-input, or a lost rank; 130 Ctrl-C; 143 SIGTERM; 141 the reader of standard output has gone.
+Exit codes: 0 done; 1 `verify` found a mode that is not exact, `encode` left out images that proved damaged on the way,
+or a bug (with its traceback); 2 a wrong argument or input, or a lost rank; 130 Ctrl-C; 143 SIGTERM; 141 the reader of
+standard output has gone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ examples:
   enfold plan --model-path ./flux --num-gpus 4
   enfold verify --model-path ./flux --subfolder text_encoder_2 --num-gpus 2
   enfold encode --model-path ./my-encoder --input captions.txt --output out.safetensors --num-gpus 2
+  enfold encode --model-path ./qwen3-vl --input photos/ --output out.safetensors --num-gpus 2
 
 enfold COMMAND --help shows the options of a command.
 """

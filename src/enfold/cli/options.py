@@ -105,8 +105,8 @@ def vision_config(args: argparse.Namespace) -> VisionParallelConfig:
     return VisionParallelConfig(tp_size=args.vision_tp_size, dp_size=args.vision_dp_size, **block_size)
 
 
-def add_options(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) -> None:
-    """Add the named options to `parser`; a keyword such as `encoder_parallel="dp"` replaces a default."""
+def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *flags: str, **defaults: Any) -> None:
+    """Add the named options to `parser` or a group of it; a keyword such as `encoder_parallel="dp"` sets a default."""
     for flag in flags:
         option = OPTIONS[flag]
         default = defaults.get(flag.lstrip("-").replace("-", "_"), option.default)

@@ -2,19 +2,23 @@
 
 Random input goes through Transformers' own module on one rank and through every layout of the ranks. Each output is
 compared bit by bit with the plain module's and with that of `replicate` (which shows apart what comes from the plain
-module's own dependence on threads and what from a layout). Every rank must return the same bits.
+module's own dependence on threads and what from a layout). Every rank must return the same bits. Vision towers:
+enfold.cli.verify_tower.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from enfold.cli.kinds import kinds_of_model, packs_only_images, read_config, settings_folder
 from enfold.cli.model_path import check_model_path
 from enfold.cli.options import add_options, positive_int
 from enfold.cli.report import say, stage, table
+from enfold.cli.verify_tower import TowerResult, to_text, verify_tower
 from enfold.config import Mode
 from enfold.errors import ConfigError, EncodeError, LayoutError, LostRankError
 from enfold.layout import Layout, divisors
@@ -38,8 +42,9 @@ DEFAULT_BATCH_SIZE = 5
 EXAMPLE = """\
 exit code 1 where an exact mode is not exact; numerics=fast is measured and never fails.
 
-example:
+examples:
   enfold verify --model-path ./my-encoder --num-gpus 2 --dtype bfloat16
+  enfold verify --model-path ./qwen2.5-vl --vision --num-gpus 4
 """
 
 
@@ -76,7 +81,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="compare every mode with one rank, bit by bit",
-        description="Run every layout of the ranks on random input and compare its outputs with the plain module's.",
+        description="Run every layout of the ranks on random input and compare its outputs with the plain module's;\n"
+        "those of a vision tower with the tower on one rank, and with Transformers' own.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -91,6 +97,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--length", type=positive_int, metavar="N", help=f"tokens per text (default: {DEFAULT_LENGTH}, or what fits)"
     )
+    parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="verify the vision tower, spread in blocks, of a model that is a text encoder too (Qwen2.5-VL) or that is "
+        "spread by whole images without it (SigLIP); of other vision-language models the tower is verified anyway",
+    )
     add_options(parser, "--threads-per-rank", "--timeout", "--json")
     parser.set_defaults(run=run)
 
@@ -98,6 +110,26 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every layout and print the table; 1 if an exact one is not exact."""
     check_model_path(args.model_path, args.subfolder)
+    config = read_config(settings_folder(args.model_path, args.subfolder))
+    is_tower = args.vision or packs_only_images(config)
+    if is_tower and "images" not in kinds_of_model(config):
+        raise ConfigError(
+            f"--vision can't be used: model_type={config.get('model_type')!r} has no vision tower that enfold packs "
+            "(those of Qwen-VL, SigLIP vision); leave it out"
+        )
+    if is_tower and args.length is not None:
+        raise ConfigError("--length is for texts, and this model is verified by its vision tower; leave it out")
+    about, results, text = _verify_tower(args) if is_tower else _verify_encoder(args)
+    failed = [result.name for result in results if not result.exact]
+    code = 1 if failed and args.numerics == "exact" else 0
+    print(_to_json(about, results, code) if args.json else text)
+    if failed:
+        reference = "one rank, or not what Transformers computes" if is_tower else "the plain module"
+        say(f"not the bits of {reference}: {', '.join(failed)}" + (" (numerics=fast)" if code == 0 else ""))
+    return code
+
+
+def _verify_encoder(args: argparse.Namespace) -> tuple[dict[str, Any], Sequence[ModeResult], str]:
     from enfold.engine import local_or_hub, make_executor
     from enfold.worker import EncoderSpec
 
@@ -111,12 +143,23 @@ def run(args: argparse.Namespace) -> int:
     )
     with make_executor(args.num_gpus, args.threads_per_rank, args.timeout) as executor:
         about, results = verify(executor, spec, args.batch_size, args.length)
-    failed = [result.name for result in results if not result.exact]
-    code = 1 if failed and args.numerics == "exact" else 0
-    print(_to_json(about, results, code) if args.json else _to_text(about, results))
-    if failed:
-        say(f"not the bits of the plain module: {', '.join(failed)}" + (" (numerics=fast)" if code == 0 else ""))
-    return code
+    return about, results, _to_text(about, results)
+
+
+def _verify_tower(args: argparse.Namespace) -> tuple[dict[str, Any], Sequence[TowerResult], str]:
+    from enfold.engine import local_or_hub, make_executor
+    from enfold.worker import TowerSpec
+
+    spec = TowerSpec(
+        path=local_or_hub(args.model_path),
+        subfolder=args.subfolder,
+        dtype=args.dtype,
+        numerics=args.numerics,
+        timeout_s=args.timeout,
+    )
+    with make_executor(args.num_gpus, args.threads_per_rank, args.timeout) as executor:
+        about, results = verify_tower(executor, spec, args.batch_size)
+    return about, results, to_text(about, results)
 
 
 def verify(
@@ -187,7 +230,7 @@ def _spread(spec: EncoderSpec, name: str, layout: Layout) -> EncoderSpec:
     return replace(spec, layout=layout)
 
 
-def _to_json(about: dict[str, Any], results: list[ModeResult], code: int) -> str:
+def _to_json(about: dict[str, Any], results: Sequence[ModeResult | TowerResult], code: int) -> str:
     modes = [{**asdict(result), "exact": result.exact if not result.skipped else None} for result in results]
     answer = json.dumps({"exact": code == 0, "about": about, "modes": modes})
     # JSON has no number for infinity and NaN: they become the strings "Infinity" and "NaN".
