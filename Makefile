@@ -33,11 +33,13 @@ format: $(VENV)/installed  ## format the code
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-matrix: $(VENV)/installed  ## the whole equivalence matrix as a table (about 20 minutes on 2 cores)
+matrix: $(VENV)/installed  ## the whole equivalence matrix as a table (about half an hour on 2 cores)
 	$(BIN)/python tests/dist/matrix.py --full
+	$(BIN)/python tests/dist/tower_matrix.py
 
-bench: $(VENV)/installed  ## fold and dp against one rank, T5 of width 4096
+bench: $(VENV)/installed  ## fold and dp against one rank: a T5 of width 4096, and the tower of a Qwen3-VL
 	$(BIN)/python benchmarks/t5_width_4096.py
+	$(BIN)/python benchmarks/vision.py
 
 clean:           ## remove the virtual environment and what the demo wrote
 	rm -rf $(VENV) demo-out

@@ -73,7 +73,7 @@ IMAGES: dict[str, list[tuple[int, int, int]]] = {
     "one huge, three small": [(1, 4, 6), (1, 20, 22), (1, 6, 4), (1, 4, 4)],
     "two videos, one image": [(3, 4, 6), (1, 8, 6), (2, 10, 4)],
 }
-"""(frames, rows, columns) in patches of 2 x 2 merge groups. Blocks of BLOCK_SIZE: the huge one is larger than a block."""
+"""(frames, rows, columns) in patches. Blocks are of BLOCK_SIZE: the huge one is larger than a block."""
 
 BLOCK_SIZE = 256
 
@@ -86,7 +86,7 @@ def plain(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def randomize(module: nn.Module, seed: int = 3) -> nn.Module:
-    """Give every parameter random values of a size that keeps signals alive: biases and norms too, or they'd be no test."""
+    """Give every parameter, biases and norms too, random values of a size that keeps signals alive."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

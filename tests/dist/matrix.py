@@ -62,7 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     ranks, bad, total = Ranks(), 0, 0
     print(
-        f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; equal bits = =, else the worst output"
+        f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; equal bits: =, else how many differ"
     )
     heads = [f"{world}: {label}" for world, layouts in LAYOUTS.items() for label in layouts]
     print(f"{'family':26s} {'dtype':9s} " + " ".join(f"{head:15s}" for head in heads) + " seconds")
