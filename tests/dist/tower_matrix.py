@@ -43,12 +43,8 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     ranks, bad, sets = Ranks(), 0, list(towers.IMAGES)
-    print(
-        f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; (tp, dp); = : equal bits"
-    )
-    print(
-        f"{'tower':11s} {'images':22s} {'dtype':9s} {' '.join(f'{layout!s:8s}' for layout in LAYOUTS)} fp64     fp32"
-    )
+    print(f"torch {torch.__version__}, CPU {torch.backends.cpu.get_cpu_capability()}; (tp, dp); = : equal bits")
+    print(f"{'tower':11s} {'images':22s} {'dtype':9s} {' '.join(f'{layout!s:8s}' for layout in LAYOUTS)} fp64     fp32")
     for name in args.family or towers.TOWERS:
         for dtype in (torch.float32, *([torch.bfloat16] if args.bf16 else [])):
             want = cell(None, name, dtype, (1, 1), sets)
