@@ -13,6 +13,7 @@ round by their place. There every layer's rows are padded to whole tiles, in eve
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,11 +44,24 @@ def vector_unit(dtype: torch.dtype) -> int:
     return 128 // dtype.itemsize
 
 
+def chunk_counts(num_elements: int, num_threads: int) -> tuple[int, int]:
+    """Return into how many chunks elementwise kernels may cut a tensor: one per grain, or (GELU) one per thread."""
+    return max(1, min(num_threads, -(-num_elements // GRAIN_SIZE))), num_threads
+
+
 def is_aligned(num_elements: int, dtype: torch.dtype, num_threads: int) -> bool:
     """Return whether every thread's chunk of an elementwise kernel ends at the end of a vector step."""
     unit = vector_unit(dtype)
-    num_chunks = max(1, min(num_threads, -(-num_elements // GRAIN_SIZE)))
-    return num_elements % unit == 0 and -(-num_elements // num_chunks) % unit == 0
+    chunks = [-(-num_elements // count) for count in chunk_counts(num_elements, num_threads)]
+    return not any(size % unit for size in (num_elements, *chunks))
+
+
+def aligned_size(num_elements: int, dtype: torch.dtype, num_threads: int) -> int:
+    """Return the smallest number of elements found that is at least `num_elements` and aligned."""
+    while not is_aligned(num_elements, dtype, num_threads):
+        step = vector_unit(dtype) * math.lcm(*chunk_counts(num_elements, num_threads))
+        num_elements = -(-num_elements // step) * step  # it may make one grain more: then once more
+    return num_elements
 
 
 def aligned_map(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -57,8 +71,7 @@ def aligned_map(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     num_threads = torch.get_num_threads()
     if is_aligned(x.numel(), x.dtype, num_threads):
         return forward(x)
-    step = vector_unit(x.dtype) * num_threads
-    longer = x.new_zeros(-(-x.numel() // step) * step)
+    longer = x.new_zeros(aligned_size(x.numel(), x.dtype, num_threads))
     longer[: x.numel()] = x.reshape(-1)
     return forward(longer)[: x.numel()].view(x.shape)
 

@@ -130,10 +130,13 @@ class Watch:
     def _done(self, work: dist.Work, axis: str) -> bool:
         try:
             work.wait(timedelta(seconds=min(SLICE_S, self.timeout_s)))
-        except RuntimeError as error:
-            if work.is_completed():
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # it has ended since the time ran out: well, or with the error that ended it
+            except RuntimeError as error:
                 raise self._broken(f"a rank of {self.axes[axis].ranks} died in a collective ({error})") from error
-            return False
         return True
 
     # The start and the end of a call: two small collectives on the replica axis.

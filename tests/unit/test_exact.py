@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from enfold.exact import GRAIN_SIZE, align_activations, aligned_map, is_aligned
+from enfold.exact import GRAIN_SIZE, align_activations, aligned_map, aligned_size, is_aligned
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,23 @@ def test_bits_do_not_hang_on_the_place(dtype: torch.dtype, shape: tuple[int, ...
         assert whole.shape == x.shape
         assert torch.equal(whole, torch.stack(rows) if rows else whole)
         torch.testing.assert_close(whole, activation(x), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [3, 4, 6, 8, 16])
+def test_bits_do_not_hang_on_the_number_of_threads(num_threads: int) -> None:
+    """SiLU has one chunk per grain, GELU one per thread; there may be fewer grains than threads."""
+    before = torch.get_num_threads()
+    try:
+        for rows in (1, 60, 128, 345):
+            x = torch.randn(rows, 1436, generator=torch.Generator().manual_seed(rows))
+            assert is_aligned(aligned_size(x.numel(), x.dtype, num_threads), x.dtype, num_threads)
+            for activation in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Sigmoid(), nn.Mish()):
+                torch.set_num_threads(1)
+                want = aligned_map(activation, x)
+                torch.set_num_threads(num_threads)
+                assert torch.equal(aligned_map(activation, x), want)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_only_activations_are_wrapped() -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from enfold.comm import Axis, Mesh
 from enfold.encoders.family import Tower, TowerSizes
-from enfold.errors import EnfoldError
+from enfold.errors import EncodeError, EnfoldError
 from enfold.flow import describe, map_tensors
 from enfold.vision.calls import check_images, check_patches
 from enfold.vision.config import VisionParallelConfig, bucket_blocks, round_up
@@ -71,9 +72,9 @@ class TowerSpread:
         where dp > 1 unless config.gather_hidden_states. Raises InputError or EncodeError alike on every rank.
         """
         with self.mesh.watch.call():
-            grids = check_patches(hidden_states, grid_thw, self.sizes)
+            packing = self._pack(check_patches(hidden_states, grid_thw, self.sizes))
             self._agree(pixel_values=hidden_states, grid_thw=grid_thw)
-            hidden, fat, places = self._encode(hidden_states, grids)
+            hidden, fat, places = self._encode(hidden_states, packing)
         self._ignored(kwargs)
         main, *levels = (level[places] for level in torch.split(fat, self.sizes.out_features, -1))
         fields: dict[str, Any] = {"last_hidden_state": hidden, "pooler_output": main}
@@ -86,14 +87,16 @@ class TowerSpread:
         with self.mesh.watch.call():
             conv = part(self.module, self.tower.patch_embed)
             grids, pixels = check_images(pixel_values, conv, self.sizes, bool(interpolate_pos_encoding))
+            packing = self._pack(grids)
             self._agree(pixel_values=pixel_values)
-            _, rows, places = self._encode(pixels, grids)
-            hidden = rows[places].view(len(grids), -1, rows.shape[-1])
+            _, rows, places = self._encode(pixels, packing)
+            hidden = rows[places].view(len(grids), prod(self.sizes.fixed_grid or ()), rows.shape[-1])
             head = getattr(self.module, self.tower.head, None)
-            # A pooling head sees one row per image: every rank runs it on all of them.
-            pooled = head(hidden) if head is not None and len(grids) else None
-            if head is not None and pooled is None:
-                pooled = hidden.new_zeros(0, hidden.shape[-1])
+            # A pooling head has one row per image. Every rank runs it on all images, on each by itself: what an image
+            # is called with must not show in its bits, and products with one row and with several differ.
+            pooled = None if head is None else hidden.new_zeros(0, hidden.shape[-1])
+            if head is not None and len(grids):
+                pooled = torch.cat([head(image[None]) for image in hidden])
         self._ignored(kwargs)
         return self._output({"last_hidden_state": hidden, "pooler_output": pooled}, kwargs)
 
@@ -101,22 +104,26 @@ class TowerSpread:
         """Return the fat rows `[main | ds0 | ...]` of each image or video: tensors [tokens, out * (1 + levels)]."""
         with self.mesh.watch.call():
             grids = check_patches(pixel_values, grid_thw, self.sizes)
+            packing = self._pack(grids)
             self._agree(pixel_values=pixel_values, grid_thw=grid_thw)
-            _, fat, places = self._encode(pixel_values, grids)
+            _, fat, places = self._encode(pixel_values, packing)
         unit = self.sizes.merge_size**2
         return list(torch.split(self._detached(fat[places]), [t * h * w // unit for t, h, w in grids]))
 
     def _agree(self, **call: torch.Tensor) -> None:
         self.mesh.watch.agree(partial(describe, call))
 
+    def _pack(self, grids: Sequence[Grid]) -> ImagePacking:
+        """Pack, which refuses what is above a limit: so before the first collective, alike on every rank."""
+        return pack_images(grids, self.config, self.mesh.dp.size, self.sizes.frame_cost)
+
     # The flow. Pixels [P, F] are those of the whole call on every rank; from `split` on each has its own.
 
     def _encode(
-        self, pixels: torch.Tensor, grids: Sequence[Grid]
+        self, pixels: torch.Tensor, packing: ImagePacking
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Return the last hidden states in order, the gathered fat rows, and the place of each row in order there."""
-        packing = pack_images(grids, self.config, self.mesh.dp.size, self.sizes.frame_cost)
-        self._count(packing, len(grids))
+        self._count(packing)
         table = FrameTable(self.sizes)
         mine = self._forward(packing, table, pixels)
         unit = self.sizes.merge_size**2
@@ -132,16 +139,22 @@ class TowerSpread:
         weight = part(self.module, self.tower.patch_embed).weight
         share = packing.shares[self.mesh.dp.index]
         numbers = packing.frames_of(self.mesh.dp.index)
-        levels = 1 + sum(layer < self.sizes.num_layers for layer in self.sizes.tap_layers)
         if not numbers:
-            width = self.sizes.out_features * levels
-            return Features(weight.new_zeros(0, self.sizes.hidden_size), weight.new_zeros(0, width))
+            return self._no_rows(table, pixels)
         if not self.config.has_fixed_shapes:
             rows = row_inputs(table, packing, numbers, pixels)
             features = self._run(ragged_inputs(rows, weight.device))
             num_rows = len(rows.pixels)
             return Features(features.hidden[:num_rows], features.fat[: num_rows // self.sizes.merge_size**2])
         return self._forward_blocks(packing, table, share, pixels)
+
+    def _no_rows(self, table: FrameTable, pixels: torch.Tensor) -> Features:
+        """Return no rows, in the width and precision in which rows come out; autocast has a say, so of a run."""
+        grid = self.sizes.fixed_grid or (self.sizes.merge_size, self.sizes.merge_size)
+        packing = pack_images([(1, *grid)], VisionParallelConfig(), 1, self.sizes.frame_cost)
+        rows = row_inputs(table, packing, [0], pixels.new_zeros(grid[0] * grid[1], self.sizes.patch_features))
+        made = self._run(ragged_inputs(rows, part(self.module, self.tower.patch_embed).weight.device))
+        return Features(made.hidden[:0], made.fat[:0])
 
     def _forward_blocks(
         self, packing: ImagePacking, table: FrameTable, share: Sequence[int], pixels: torch.Tensor
@@ -168,10 +181,10 @@ class TowerSpread:
     def _run(self, inputs: TowerInputs) -> Features:
         return self.run(self.module, self.tower, self.sizes, inputs)
 
-    def _count(self, packing: ImagePacking, num_images: int) -> None:
+    def _count(self, packing: ImagePacking) -> None:
         self.last = packing
         self.counters.calls += 1
-        self.counters.images += num_images
+        self.counters.images += len({frame.item for frame in packing.frames})
         self.counters.tokens += packing.num_tokens
         self.counters.padded_tokens += packing.num_padded_tokens
         ragged = sum(round_up(rows, ROW_TILE) for rows in packing.rows_per_share)
@@ -204,15 +217,16 @@ class TowerSpread:
             counts = [bucket_blocks(bucket, size, dp) for bucket in self.config.num_vision_tokens_buckets]
         counters, last = Counters(**vars(self.counters)), self.last
         done: list[int] = []
-        for count in sorted(set(counts)):
-            try:
+        try:
+            for count in sorted(set(counts)):
                 self._warm_up(count)
-            except EnfoldError as error:
-                raise type(error)(
-                    f"warm-up of the bucket of {count} blocks of {size} patches failed: {error}"
-                ) from error
-            done.append(count * size)
-        self.counters, self.last = counters, last
+                done.append(count * size)
+        except Exception as error:
+            kind = type(error) if isinstance(error, EnfoldError) else EncodeError
+            number = sorted(set(counts))[len(done)]
+            raise kind(f"warm-up of the bucket of {number} blocks of {size} patches failed: {error}") from error
+        finally:
+            self.counters, self.last = counters, last
         return done
 
     def _warm_up(self, num_blocks: int) -> None:
@@ -223,10 +237,10 @@ class TowerSpread:
             sides = [number * stride for number, stride in zip(grid, weight.shape[2:], strict=True)]
             self.encode_images(weight.new_zeros(num_blocks * per_block, weight.shape[1], *sides))
             return
-        height, merge = self.sizes.merge_size, self.sizes.merge_size**2
-        width = self.config.vision_attention_block_size // merge * merge // height
-        grid_thw = torch.tensor([[1, height, width]] * num_blocks)
-        self.encode_items(weight.new_zeros(num_blocks * height * width, self.sizes.patch_features), grid_thw)
+        side, size = self.sizes.merge_size, self.config.vision_attention_block_size
+        width = max(1, min(size, self.config.max_vision_seq_len) // side**2) * side
+        grid_thw = torch.tensor([[1, side, width]] * (size // (side * width) * num_blocks))
+        self.encode_items(weight.new_zeros(len(grid_thw) * side * width, self.sizes.patch_features), grid_thw)
 
 
 def all_gather(mine: torch.Tensor, counts: Sequence[int], mesh: Mesh) -> torch.Tensor:
