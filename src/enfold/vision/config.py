@@ -32,7 +32,8 @@ class VisionParallelConfig:
     max_vision_seq_len: patches of the largest image that is admitted (default 65,536); one that is larger than a block
         gets a wider block of its own.
     pad_blocks: compute whole blocks [N, B], padding included, so that the shapes of a bucket never change; without it
-        padding is skipped.
+        padding is skipped. The mask of N blocks takes N * B * B bytes: set max_vision_seq_len to what is needed. All
+        layouts have the bits of (tp 1, dp 1) in either form; only without padding also those of an image by itself.
     compile: torch.compile the forward of each shape (implies pad_blocks); it has no effect on a CPU.
     gather_hidden_states: gather `last_hidden_state` over dp too; without it that field is None where dp > 1, because
         no model reads it and it is larger than the features.

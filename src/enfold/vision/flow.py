@@ -32,6 +32,12 @@ from enfold.vision.tower import Features, TowerInputs, padded_inputs, part, ragg
 
 logger = logging.getLogger("enfold")
 
+IGNORED = (
+    *("output_hidden_states", "output_attentions"),
+    *("position_ids", "cu_seqlens", "window_index", "cu_window_seqlens", "interp_indices", "interp_weights"),
+)
+"""What the towers of Transformers take beside pixels and grids: outputs of layers, and inputs computed beforehand."""
+
 
 @dataclass
 class Counters:
@@ -199,10 +205,12 @@ class TowerSpread:
         return value if is_alone or not torch.is_grad_enabled() else map_tensors(value, torch.Tensor.detach)
 
     def _ignored(self, kwargs: Mapping[str, Any]) -> None:
-        for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name) and name not in self.said:
+        """Say once what a call asks for that a spread tower does not do: grids alone decide how it runs."""
+        for name in IGNORED:
+            value = kwargs.get(name)
+            if value is not None and value is not False and name not in self.said:
                 self.said.add(name)
-                logger.warning("%s: a spread vision tower keeps no layer's own output; the field is left out", name)
+                logger.warning("a spread vision tower takes no notice of %s: pixels and grids decide all", name)
 
     # Warm-up.
 
