@@ -25,6 +25,7 @@ from enfold.runtime.base import Executor
 from enfold.runtime.spawn import available_cores
 from enfold.vision.batching import VisionScheduler, make_micro_batches
 from enfold.vision.cache import OutputCache
+from enfold.vision.calls import cut_patches
 from enfold.vision.images import MAX_PIXELS, image_size, read_image
 from enfold.vision.packing import Grid
 from enfold.vision.pooled import detach_pooled
@@ -158,8 +159,10 @@ class ImageEngine(OnRanks[TowerSpec]):
         size = (image.height, image.width)
         if pixels.grid_thw is not None:
             return _Picture(VisionItem(pixels.pixel_values, tuple(pixels.grid_thw[0].tolist())), size)
-        grid = (1, *self.processor.processed_size(image.width, image.height))
-        return _Picture(VisionItem(to_patches(pixels.pixel_values[0], grid), grid), size)
+        rows, columns = self.processor.processed_size(image.width, image.height)
+        patch = (self.processor.patch_size, self.processor.patch_size)
+        patches = cut_patches(pixels.pixel_values, (rows, columns), patch)
+        return _Picture(VisionItem(patches, (1, rows, columns)), size)
 
     # Many images.
 
@@ -238,14 +241,6 @@ def reading_threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-
-
-def to_patches(pixels_CHW: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return [h * w, C * p * p]: an image of a tower's one size, cut into the patches that its convolution sees."""
-    channels, height, width = pixels_CHW.shape
-    _, rows, columns = grid
-    cut = pixels_CHW.view(channels, rows, height // rows, columns, width // columns)
-    return cut.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 
 def _named(path: Path, error: EnfoldError) -> EnfoldError:

@@ -62,10 +62,19 @@ def check_images(pixels: Any, conv: Any, sizes: TowerSizes, interpolate: bool) -
             f"pixel_values is {shape}; it must be floating-point [images, {', '.join(map(str, wanted))}], or less than "
             "a patch larger"
         )
-    # Pixels beyond the last whole patch are left out, as the convolution does (384 pixels in patches of 14).
-    cut = pixels[:, :, : wanted[1], : wanted[2]].reshape(len(pixels), wanted[0], height, patch[0], width, patch[1])
-    patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels) * height * width, sizes.patch_features)
-    return [(1, height, width)] * len(pixels), patches
+    return [(1, height, width)] * len(pixels), cut_patches(pixels, (height, width), (patch[0], patch[1]))
+
+
+def cut_patches(pixels_NCHW: torch.Tensor, grid: tuple[int, int], patch: tuple[int, int]) -> torch.Tensor:
+    """Return [N * rows * columns, C * p * p]: images as the patches that the tower's convolution sees.
+
+    Pixels beyond the last whole patch are left out, as the convolution does (384 pixels in patches of 14).
+    """
+    (rows, columns), (height, width) = grid, patch
+    num_images, channels = pixels_NCHW.shape[:2]
+    whole = pixels_NCHW[:, :, : rows * height, : columns * width]
+    cut = whole.reshape(num_images, channels, rows, height, columns, width)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(num_images * rows * columns, channels * height * width)
 
 
 def _whole_patches(pixels: torch.Tensor, patch: Sequence[int]) -> list[int]:
