@@ -198,7 +198,7 @@ def fill_rates() -> list[str]:
 def measure_memory(ranks: SpawnExecutor) -> dict[str, dict[str, list[int]]]:
     """Return the peak bytes of each rank by number of images and form."""
     found: dict[str, dict[str, list[int]]] = {}
-    for count in (4, 8):
+    for count in (4, 8, 16):
         grids = [(1, 20, 20)] * count
         found[f"{count} images"] = {
             form: ranks.call("peak_bytes", form, grids, every_rank=True, patience_s=300) for form in ("one rank", "dp")
@@ -207,14 +207,18 @@ def measure_memory(ranks: SpawnExecutor) -> dict[str, dict[str, list[int]]]:
 
 
 def print_memory(memory: dict[str, dict[str, list[int]]]) -> None:
-    """Print the peaks and their ratio."""
-    print("peak memory of a call beyond what is there before it (activations and outputs), MiB per rank:")
-    for which, forms in memory.items():
-        alone_bytes, shared = forms["one rank"][0], max(forms["dp"])
-        print(
-            f"  {which}: one rank {alone_bytes / 2**20:.0f}, dp {NUM_RANKS} {shared / 2**20:.0f} = "
-            f"{shared / alone_bytes:.2f} (1/dp = {1 / NUM_RANKS:.2f})"
-        )
+    """Print the peaks, and what further images add, which leaves out what a call takes whatever its size."""
+    print("peak memory of a call beyond what is there before it, MiB per rank:")
+    peaks = [(which, forms["one rank"][0], max(forms["dp"])) for which, forms in memory.items()]
+    for which, alone_bytes, shared in peaks:
+        ratio = shared / alone_bytes
+        print(f"  {which:9s} one rank {alone_bytes / 2**20:4.0f}, dp {NUM_RANKS} {shared / 2**20:4.0f} = {ratio:.2f}")
+    (_, first_alone, first_shared), (_, last_alone, last_shared) = peaks[0], peaks[-1]
+    more_alone, more_shared = last_alone - first_alone, last_shared - first_shared
+    print(
+        f"  from {peaks[0][0]} to {peaks[-1][0]}: one rank {more_alone / 2**20:.0f} more, dp {NUM_RANKS} "
+        f"{more_shared / 2**20:.0f} more = {more_shared / more_alone:.2f} (1/dp = {1 / NUM_RANKS:.2f})"
+    )
 
 
 def main() -> None:
