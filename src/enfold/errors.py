@@ -6,6 +6,8 @@ EnfoldError
 │   └── UnknownFamilyError   no table for this model: fold is refused, replicate and dp still run
 ├── CheckpointError    weights that are missing, unexpected, never written, or in a refused format
 ├── InputError         what a user gave to encode can't be used
+├── QueueFullError     as many requests wait as may; come back later
+├── QueueClosedError   the queue takes no more requests
 └── EncodeError        a call that failed on at least one rank; raised alike on every rank
     ├── MismatchError  the ranks were called with different inputs
     └── LostRankError  a rank died or did not answer in time; the process group can't be used any more
@@ -36,6 +38,14 @@ class CheckpointError(EnfoldError, RuntimeError):
 
 class InputError(EnfoldError, ValueError):
     """What a user gave to encode can't be used."""
+
+
+class QueueFullError(EnfoldError, RuntimeError):
+    """As many requests wait as may; come back later."""
+
+
+class QueueClosedError(EnfoldError, RuntimeError):
+    """The queue takes no more requests."""
 
 
 class EncodeError(EnfoldError, RuntimeError):

@@ -17,11 +17,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from enfold.errors import ConfigError, EncodeError, InputError, LostRankError, MismatchError
+from enfold.errors import (
+    ConfigError,
+    EncodeError,
+    InputError,
+    LostRankError,
+    MismatchError,
+    QueueClosedError,
+    QueueFullError,
+)
 from enfold.vision import cache as cache_module
 from enfold.vision.batching import VisionScheduler, make_micro_batches
 from enfold.vision.cache import OutputCache
-from enfold.vision.queue import QueueClosedError, QueueFullError, VisionQueue
+from enfold.vision.queue import VisionQueue
 from enfold.vision.requests import VisionItem, VisionRequest, VisionResult
 
 FEATURES, MERGE = 6, 2

@@ -11,18 +11,9 @@ from typing import Self
 
 import torch
 
-from enfold.errors import ConfigError, EnfoldError
+from enfold.errors import ConfigError, QueueClosedError, QueueFullError
 from enfold.vision.batching import VisionScheduler
 from enfold.vision.requests import VisionRequest, check_count, check_request
-
-
-class QueueFullError(EnfoldError, RuntimeError):
-    """As many requests wait as may; come back later."""
-
-
-class QueueClosedError(EnfoldError, RuntimeError):
-    """The queue takes no more requests."""
-
 
 _Waiting = tuple[float, VisionRequest, Future[list[torch.Tensor]]]
 """When it was submitted, what it is, where its outputs go."""
