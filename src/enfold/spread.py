@@ -120,21 +120,25 @@ def decide(
 
 def attach(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> Spread:
     """Make `module`, whose weights are cut as `shards` says, run on `mesh`: wire its layers and replace its forward."""
+    wire_layers(module, plan, mesh, shards)
+    current = Current()
+    if plan.numerics == "exact" and mesh.dp.size > 1:
+        gather_few_rows(module, mesh.dp, current)
+    spread = Spread(forward_of(module), mesh, plan, current)
+    replace_forward(module, spread.encode)
+    return spread
+
+
+def wire_layers(module: Any, plan: Plan, mesh: Mesh, shards: ShardPlan | None) -> None:
+    """Have the layers of a cut module gather over tp, add the exact rules that hold for any forward, note the plan."""
     if shards is not None:
         wire(module, shards, mesh.tp)
-    current = Current()
+        module.save_pretrained = refuse_to_save
     if plan.numerics == "exact":
         align_activations(module)
         if not has_bf16_instructions():
             tile_rows(module)
-        if mesh.dp.size > 1:
-            gather_few_rows(module, mesh.dp, current)
-    spread = Spread(forward_of(module), mesh, plan, current)
-    replace_forward(module, spread.encode)
     module.plan = plan
-    if mesh.tp.size > 1:
-        module.save_pretrained = refuse_to_save
-    return spread
 
 
 def refuse_to_save(*_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -141,3 +142,42 @@ class Commands:
         """Fail if a process is left that was started here, or a file in the folder for temporary files."""
         wait_until(lambda: not marked(self.marker), limit_s, f"the end of processes {marked(self.marker)}")
         assert list(self.temporary.iterdir()) == []
+
+
+# A long `encode` that is cut off: what was there before stays, and nothing is left behind.
+
+
+def start_long_encode(commands: Commands, model: Path, source: Path, *options: object) -> tuple[Any, Path]:
+    """Start a job on two ranks, over an output that is there already; return it and the output once it writes."""
+    output = commands.folder / "out.safetensors"
+    output.write_text("from before")
+    arguments = ["--input", source, "--output", output, "--num-gpus", 2, "--threads-per-rank", 1, *options]
+    job = commands.start("encode", "--model-path", model, *arguments, start_new_session=True)
+    wait_until(lambda: job.poll() is not None or list(commands.folder.glob(".out*.tmp")), 90, "the job writes")
+    assert job.poll() is None, job.communicate()[1]
+    return job, output
+
+
+def check_left_as_before(commands: Commands, output: Path) -> None:
+    assert output.read_text() == "from before"
+    assert list(commands.folder.glob(".out*")) == []
+    commands.check_nothing_left()
+
+
+def check_interrupted(commands: Commands, job: Any, output: Path, number: signal.Signals, code: int) -> None:
+    with job:
+        os.killpg(job.pid, number)
+        _, said = job.communicate(timeout=20)
+    assert job.returncode == code
+    assert "Traceback" not in said
+    check_left_as_before(commands, output)
+
+
+def check_a_killed_rank(commands: Commands, job: Any, output: Path) -> None:
+    with job:
+        rank = max(pid for pid in marked(commands.marker) if pid != job.pid)
+        os.kill(rank, signal.SIGKILL)
+        _, said = job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert f"(process {rank}) was killed by signal 9, SIGKILL" in said and "Traceback" not in said
+    check_left_as_before(commands, output)

@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from e2e_harness import Commands, marked, wait_until
+from e2e_harness import Commands, check_a_killed_rank, check_interrupted, start_long_encode
 from safetensors import safe_open
 
 TEXTS = [
@@ -161,44 +160,21 @@ def test_models_that_take_no_text(commands: Commands, clip_vision: Path, t5_pipe
     assert done.returncode == 2 and "name one encoder with --subfolder (text_encoder_2)" in done.stderr
 
 
-def start_long(commands: Commands, bert: Path) -> tuple[subprocess.Popen[str], Path]:
+def start_long(commands: Commands, bert: Path) -> tuple[Any, Path]:
     """Start a job of minutes on two ranks, over an output that is there already; return once it writes."""
     source = write_lines(commands.folder / "many.txt", TEXTS * 8000)
-    output = commands.folder / "out.safetensors"
-    output.write_text("from before")
-    arguments = ["--input", source, "--output", output, "--num-gpus", 2, "--batch-size", 1, "--threads-per-rank", 1]
-    job = commands.start("encode", "--model-path", bert, *arguments, start_new_session=True)
-    wait_until(lambda: job.poll() is not None or list(commands.folder.glob(".out*.tmp")), 90, "the job writes")
-    assert job.poll() is None, job.communicate()[1]
-    return job, output
-
-
-def check_left_as_before(commands: Commands, output: Path) -> None:
-    assert output.read_text() == "from before"
-    assert list(commands.folder.glob(".out*")) == []
-    commands.check_nothing_left()
+    return start_long_encode(commands, bert, source, "--batch-size", 1)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(commands: Commands, bert: Path, number: signal.Signals, code: int) -> None:
     job, output = start_long(commands, bert)
-    with job:
-        os.killpg(job.pid, number)
-        _, said = job.communicate(timeout=20)
-    assert job.returncode == code
-    assert "Traceback" not in said
-    check_left_as_before(commands, output)
+    check_interrupted(commands, job, output, number, code)
 
 
 def test_a_killed_rank(commands: Commands, bert: Path) -> None:
     job, output = start_long(commands, bert)
-    with job:
-        rank = max(pid for pid in marked(commands.marker) if pid != job.pid)
-        os.kill(rank, signal.SIGKILL)
-        _, said = job.communicate(timeout=20)
-    assert job.returncode == 2
-    assert f"(process {rank}) was killed by signal 9, SIGKILL" in said and "Traceback" not in said
-    check_left_as_before(commands, output)
+    check_a_killed_rank(commands, job, output)
 
 
 def test_a_killed_parent_takes_its_ranks_along(commands: Commands, bert: Path) -> None:

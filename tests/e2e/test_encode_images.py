@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import struct
 import subprocess
@@ -22,7 +21,7 @@ import torch
 import towers
 import transformers as hf
 import vlms
-from e2e_harness import Commands, marked, wait_until
+from e2e_harness import Commands, check_a_killed_rank, check_interrupted, start_long_encode
 from PIL import Image
 from safetensors import safe_open
 
@@ -522,7 +521,7 @@ def test_without_pillow_the_remedy_is_named(models: Callable[[str], Path], photo
 # Interrupted.
 
 
-def start_long(commands: Commands, model: Path) -> tuple[subprocess.Popen[str], Path]:
+def start_long(commands: Commands, model: Path) -> tuple[Any, Path]:
     """Start a job of half a minute on two ranks, over an output that is there already; return once it writes."""
     folder = commands.folder / "many"
     folder.mkdir()
@@ -530,39 +529,15 @@ def start_long(commands: Commands, model: Path) -> tuple[subprocess.Popen[str], 
     for number in range(800):
         image = Image.fromarray(random.integers(0, 256, (160, 160, 3), dtype=np.uint8))
         image.save(folder / f"{number}.png", compress_level=0)
-    output = commands.folder / "out.safetensors"
-    output.write_text("from before")
-    arguments = ["--input", folder, "--output", output, "--num-gpus", 2, "--threads-per-rank", 1]
-    arguments += ["--max-tokens-per-call", 1]
-    job = commands.start("encode", "--model-path", model, *arguments, start_new_session=True)
-    wait_until(lambda: job.poll() is not None or list(commands.folder.glob(".out*.tmp")), 90, "the job writes")
-    assert job.poll() is None, job.communicate()[1]
-    return job, output
-
-
-def check_left_as_before(commands: Commands, output: Path) -> None:
-    assert output.read_text() == "from before"
-    assert list(commands.folder.glob(".out*")) == []
-    commands.check_nothing_left()
+    return start_long_encode(commands, model, folder, "--max-tokens-per-call", 1)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(commands: Commands, models: Callable[[str], Path], number: signal.Signals, code: int) -> None:
     job, output = start_long(commands, models("Qwen3-VL"))
-    with job:
-        os.killpg(job.pid, number)
-        _, said = job.communicate(timeout=20)
-    assert job.returncode == code
-    assert "Traceback" not in said
-    check_left_as_before(commands, output)
+    check_interrupted(commands, job, output, number, code)
 
 
 def test_a_killed_rank(commands: Commands, models: Callable[[str], Path]) -> None:
     job, output = start_long(commands, models("Qwen3-VL"))
-    with job:
-        rank = max(pid for pid in marked(commands.marker) if pid != job.pid)
-        os.kill(rank, signal.SIGKILL)
-        _, said = job.communicate(timeout=20)
-    assert job.returncode == 2
-    assert f"(process {rank}) was killed by signal 9, SIGKILL" in said and "Traceback" not in said
-    check_left_as_before(commands, output)
+    check_a_killed_rank(commands, job, output)

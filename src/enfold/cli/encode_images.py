@@ -193,24 +193,20 @@ def _index(done: Done) -> dict[str, torch.Tensor]:
     """Return everything of the output but the features."""
     import torch
 
+    from enfold.cli.tensor_file import as_bytes
+
     lengths = torch.tensor(done.num_tokens)
     index = {
         "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         "grid_thw": torch.tensor(done.grids),
         "image_hw": torch.tensor(done.sizes),
-        "inputs": _as_bytes([file.to_json() for file in done.files]),
+        "inputs": as_bytes([file.to_json() for file in done.files]),
     }
     if done.pooled:
         index["embeddings"] = torch.stack(done.pooled)
     if done.refused:
-        index["skipped"] = _as_bytes([refused.to_json() for refused in done.refused])
+        index["skipped"] = as_bytes([refused.to_json() for refused in done.refused])
     return index
-
-
-def _as_bytes(lines: Sequence[str]) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray("".join(f"{line}\n" for line in lines).encode()), dtype=torch.uint8)
 
 
 def _metadata(args: argparse.Namespace, engine: ImageEngine, done: Done) -> dict[str, str]:

@@ -135,16 +135,14 @@ def _open_file(
     """Return the output file, with the index of the inputs to be written into it."""
     import torch
 
-    from enfold.cli.tensor_file import Slot, TensorFile
+    from enfold.cli.tensor_file import Slot, TensorFile, as_bytes
 
     lengths = torch.tensor([len(ids) for ids in tokens.ids])
     index = {
         "line": torch.tensor([text.line for text in texts]),
         "num_tokens": lengths,
         "truncated": torch.tensor(tokens.truncated, dtype=torch.uint8),
-        "inputs": torch.frombuffer(
-            bytearray("".join(f"{text.to_json()}\n" for text in texts).encode()), dtype=torch.uint8
-        ),
+        "inputs": as_bytes(text.to_json() for text in texts),
     }
     width = sample.shape[-1]
     if args.pooling == "none":

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from enfold.cli.model_path import read_json
 from enfold.encoders import family_of, model_type_of, packs_patches, parts, tower_of
 from enfold.errors import ConfigError, EnfoldError, InputError
 from enfold.vision.finding import LISTS, SUFFIXES
@@ -114,14 +115,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     """Return the object in config.json; raise ConfigError that names the file."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}, not an object")
-    return config
+        return read_json(path)
+    except ConfigError as error:
+        raise type(error)(f"{path} {error}") from error
 
 
 def kind_of_input(source: str) -> Kind | None:

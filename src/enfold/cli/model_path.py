@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from enfold.errors import ConfigError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file; the caller adds the file's name to what is raised."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"holds a {type(value).__name__}; an object with keys such as model_type is needed")
+    return value
 
 
 def check_model_path(model_path: str, subfolder: str | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enfold.cli.model_path import HUB_ID
+from enfold.cli.model_path import HUB_ID, read_json
 from enfold.cli.options import VISION_FLAGS, add_options, vision_config
 from enfold.cli.report import table
 from enfold.cli.towers import given_flags, plan_model
@@ -101,7 +101,7 @@ def _plans(folder: Path, args: argparse.Namespace) -> dict[str, Plan]:
     is_pipeline = (folder / "model_index.json").is_file()
     name = "model_index.json" if is_pipeline else "config.json"
     try:
-        config = _read_json(folder / name)
+        config = read_json(folder / name)
         if not is_pipeline:
             return plan_model(config, folder.resolve().name, options, vision, args)
     except ConfigError as error:
@@ -116,27 +116,12 @@ def _plans(folder: Path, args: argparse.Namespace) -> dict[str, Plan]:
 
 def _pipeline_plans(folder: Path, model_index: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Plan]:
     try:
-        plans = plan_pipeline(model_index, lambda name: _read_json(folder / name / "config.json"), **options)
+        plans = plan_pipeline(model_index, lambda name: read_json(folder / name / "config.json"), **options)
     except ConfigError as error:
         raise type(error)(f"{folder}/{error}") from error
     if not plans:
         raise ConfigError(f"{folder / 'model_index.json'} names no text or image encoder of Transformers")
     return plans
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file; the caller adds the file's name to what is raised."""
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"holds a {type(value).__name__}; an object with keys such as model_type is needed")
-    return value
 
 
 # The table and the words below it.

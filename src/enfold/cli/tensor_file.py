@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,11 @@ class Slot:
     def num_bytes(self) -> int:
         """Bytes that the tensor takes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def as_bytes(lines: Iterable[str]) -> torch.Tensor:
+    """Return lines of text as UTF-8, uint8 [bytes]."""
+    return torch.frombuffer(bytearray("".join(f"{line}\n" for line in lines).encode()), dtype=torch.uint8)
 
 
 class TensorFile:

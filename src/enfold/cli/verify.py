@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from enfold.cli.kinds import kinds_of_model, packs_only_images, read_config, settings_folder
 from enfold.cli.model_path import check_model_path
 from enfold.cli.options import add_options, positive_int
-from enfold.cli.report import say, stage, table
+from enfold.cli.outcome import FP32_ROUNDING, Outcome, bits_cell, notes_on, page, shape_cell
+from enfold.cli.report import say, stage
 from enfold.cli.verify_tower import TowerResult, to_text, verify_tower
 from enfold.config import Mode
-from enfold.errors import ConfigError, EncodeError, LayoutError, LostRankError
+from enfold.errors import ConfigError
 from enfold.layout import Layout, divisors
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 FIRST = "replicate"
 """The layout that runs first: the plain module is loaded after it, and the others are compared with it too."""
-
-FP32_ROUNDING = 1e-5
-"""Relative; errors of the maths (a wrong activation function) have been seen from 1e-4 on."""
 
 PLAIN = "plain module"
 DEFAULT_LENGTH = 77
@@ -49,16 +47,11 @@ examples:
 
 
 @dataclass
-class ModeResult:
+class ModeResult(Outcome):
     """What one layout gave: comparisons with the plain module and with replicate, or why it can't run."""
 
-    name: str
-    layout: str
     plain: list[Comparison] = field(default_factory=list)
     replicate: list[Comparison] = field(default_factory=list)
-    ranks_agree: bool = True
-    skipped: str = ""
-    failed: str = ""
 
     @property
     def exact(self) -> bool:
@@ -176,14 +169,8 @@ def verify(
         for name, layout in layouts.items():
             result = ModeResult(name, str(layout))
             results.append(result)
-            try:
+            with result.noting():
                 about |= _run_layout(executor, _spread(spec, name, layout), result, batch_size, length)
-            except LostRankError:
-                raise
-            except EncodeError as error:
-                result.failed = str(error)
-            except (ConfigError, LayoutError) as error:
-                result.skipped = str(error)
             advance(1)
     return about, results
 
@@ -239,39 +226,29 @@ def _to_json(about: dict[str, Any], results: Sequence[ModeResult | TowerResult],
 
 def _to_text(about: dict[str, Any], results: list[ModeResult]) -> str:
     headers = ("mode", "output", "shape", "bits", "max abs", "max rel", "bits of replicate", "max abs", "worst entry")
-    rows: list[tuple[str, ...]] = []
-    notes: list[str] = []
-    for result in results:
-        for plain, replicated in zip(result.plain, result.replicate, strict=True):
-            rows.append((result.name, *_cells(plain, replicated)))
-        if result.skipped:
-            notes.append(f"{result.name} can't run: {result.skipped}")
-        if result.failed:
-            notes.append(f"{result.name} failed: {result.failed}")
-        if not result.ranks_agree:
-            notes.append(f"{result.name}: the ranks returned different bits")
+    rows = [
+        (result.name, *_cells(plain, replicated))
+        for result in results
+        for plain, replicated in zip(result.plain, result.replicate, strict=True)
+    ]
+    notes = notes_on(results)
     if any(result.exact and not all(row.bits_equal for row in result.plain) for result in results):
         notes.append(
             "the plain module is off every mode here by the rounding of fp32: its own bits hang on how the work is cut "
             "(see docs/numerics.md); replicate is the reference"
         )
-    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())
     against = "bits, max abs, max rel: against the plain module on one rank; max rel is over its largest magnitude"
-    return "\n".join([facts, against, "", table(headers, rows), *notes])
+    return page(about, against, headers, rows, notes)
 
 
 def _cells(plain: Comparison, replicated: Comparison) -> tuple[str, ...]:
-    def word(row: Comparison) -> str:
-        return "equal" if row.bits_equal else "differ"
-
-    shape = "x".join(map(str, plain.shape)) + f" {plain.dtype}"
     return (
         plain.output,
-        shape,
-        word(plain),
+        shape_cell(plain),
+        bits_cell(plain),
         f"{plain.max_abs:.3g}",
         f"{plain.max_rel:.3g}",
-        word(replicated),
+        bits_cell(replicated),
         f"{replicated.max_abs:.3g}",
         plain.worst or replicated.worst,
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from enfold.cli.report import stage, table
-from enfold.errors import ConfigError, EncodeError, LayoutError, LostRankError
+from enfold.cli.outcome import FP32_ROUNDING, Outcome, bits_cell, notes_on, page, shape_cell
+from enfold.cli.report import stage
 from enfold.layout import divisors
 from enfold.vision.config import VisionParallelConfig
 
@@ -21,23 +21,15 @@ if TYPE_CHECKING:
     from enfold.runtime.base import Executor
     from enfold.worker import TowerSpec
 
-FP32_ROUNDING = 1e-5
-"""Relative; errors of the maths (a wrong activation function) have been seen from 1e-4 on."""
-
 PRECISE = ("float32", "float64")
 
 
 @dataclass
-class TowerResult:
+class TowerResult(Outcome):
     """What one layout gave: comparisons with one rank and with Transformers' tower, or why it can't run."""
 
-    name: str
-    layout: str
     one_rank: list[Comparison] = field(default_factory=list)
     plain: list[Comparison] = field(default_factory=list)
-    ranks_agree: bool = True
-    skipped: str = ""
-    failed: str = ""
 
     @property
     def exact(self) -> bool:
@@ -93,19 +85,13 @@ def _run_layout(executor: Executor, spec: TowerSpec, result: TowerResult, num_im
     from enfold.engine import LOAD_PATIENCE_S
     from enfold.worker import ONE_RANK, REFERENCE
 
-    try:
+    with result.noting():
         executor.call("load_tower", spec, patience_s=LOAD_PATIENCE_S)
         digests = executor.call("probe_tower", result.name, num_images, every_rank=True)
         result.ranks_agree = all(digest == digests[0] for digest in digests)
         result.one_rank = executor.call("compare", result.name, ONE_RANK)
         result.plain = executor.call("compare", result.name, REFERENCE)
         executor.call("forget", result.name)
-    except LostRankError:
-        raise
-    except EncodeError as error:
-        result.failed = str(error)
-    except (ConfigError, LayoutError) as error:
-        result.skipped = str(error)
 
 
 def to_text(about: dict[str, Any], results: list[TowerResult]) -> str:
@@ -116,25 +102,17 @@ def to_text(about: dict[str, Any], results: list[TowerResult]) -> str:
         for result in results
         for own, plain in zip(result.one_rank, result.plain, strict=True)
     ]
-    notes: list[str] = []
-    for result in results:
-        if result.skipped:
-            notes.append(f"{result.name} can't run: {result.skipped}")
-        if result.failed:
-            notes.append(f"{result.name} failed: {result.failed}")
-        if not result.ranks_agree:
-            notes.append(f"{result.name}: the ranks returned different bits")
+    notes = notes_on(results)
     if about["dtype"] not in PRECISE:
         notes.append(f"{about['dtype']} is only shown against Transformers; --dtype float32 checks the maths")
-    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())
-    return "\n".join([facts, "max rel is over the largest magnitude", "", table(headers, rows), *notes])
+    return page(about, "max rel is over the largest magnitude", headers, rows, notes)
 
 
 def _cells(own: Comparison, plain: Comparison) -> tuple[str, ...]:
     return (
         own.output,
-        "x".join(map(str, own.shape)) + f" {own.dtype}",
-        "equal" if own.bits_equal else "differ",
+        shape_cell(own),
+        bits_cell(own),
         f"{own.max_abs:.3g}",
         f"{plain.max_abs:.3g}",
         f"{plain.max_rel:.3g}",

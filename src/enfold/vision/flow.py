@@ -78,9 +78,7 @@ class TowerSpread:
         where dp > 1 unless config.gather_hidden_states. Raises InputError or EncodeError alike on every rank.
         """
         with self.mesh.watch.call():
-            packing = self._pack(check_patches(hidden_states, grid_thw, self.sizes))
-            self._agree(pixel_values=hidden_states, grid_thw=grid_thw)
-            hidden, fat, places = self._encode(hidden_states, packing)
+            _, hidden, fat, places = self._encode_patches(hidden_states, grid_thw)
         self._ignored(kwargs)
         main, *levels = (level[places] for level in torch.split(fat, self.sizes.out_features, -1))
         fields: dict[str, Any] = {"last_hidden_state": hidden, "pooler_output": main}
@@ -109,12 +107,17 @@ class TowerSpread:
     def encode_items(self, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         """Return the fat rows `[main | ds0 | ...]` of each image or video: tensors [tokens, out * (1 + levels)]."""
         with self.mesh.watch.call():
-            grids = check_patches(pixel_values, grid_thw, self.sizes)
-            packing = self._pack(grids)
-            self._agree(pixel_values=pixel_values, grid_thw=grid_thw)
-            _, fat, places = self._encode(pixel_values, packing)
+            grids, _, fat, places = self._encode_patches(pixel_values, grid_thw)
         unit = self.sizes.merge_size**2
         return list(torch.split(self._detached(fat[places]), [t * h * w // unit for t, h, w in grids]))
+
+    def _encode_patches(
+        self, pixels: torch.Tensor, grid_thw: torch.Tensor
+    ) -> tuple[list[Grid], torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        grids = check_patches(pixels, grid_thw, self.sizes)
+        packing = self._pack(grids)
+        self._agree(pixel_values=pixels, grid_thw=grid_thw)
+        return grids, *self._encode(pixels, packing)
 
     def _agree(self, **call: torch.Tensor) -> None:
         self.mesh.watch.agree(partial(describe, call))
@@ -224,18 +227,16 @@ class TowerSpread:
         if self.config.num_vision_tokens_buckets is not None:
             counts = [bucket_blocks(bucket, size, dp) for bucket in self.config.num_vision_tokens_buckets]
         counters, last = Counters(**vars(self.counters)), self.last
-        done: list[int] = []
+        counts, count = sorted(set(counts)), 0
         try:
-            for count in sorted(set(counts)):
+            for count in counts:
                 self._warm_up(count)
-                done.append(count * size)
         except Exception as error:
             kind = type(error) if isinstance(error, EnfoldError) else EncodeError
-            number = sorted(set(counts))[len(done)]
-            raise kind(f"warm-up of the bucket of {number} blocks of {size} patches failed: {error}") from error
+            raise kind(f"warm-up of the bucket of {count} blocks of {size} patches failed: {error}") from error
         finally:
             self.counters, self.last = counters, last
-        return done
+        return [count * size for count in counts]
 
     def _warm_up(self, num_blocks: int) -> None:
         weight = part(self.module, self.tower.patch_embed).weight

@@ -13,11 +13,10 @@ from enfold.config import Mode, Numerics
 from enfold.encoders import family_of, packs_patches
 from enfold.encoders.family import Tower, TowerSizes
 from enfold.errors import ConfigError, LayoutError
-from enfold.exact import align_activations, has_bf16_instructions, tile_rows
 from enfold.layout import Layout
 from enfold.plan import Plan
-from enfold.shard import ShardPlan, cut_weights, plan_shards, replace_forward, wire
-from enfold.spread import check_in_memory, decide, refuse_to_save
+from enfold.shard import ShardPlan, cut_weights, plan_shards, replace_forward
+from enfold.spread import check_in_memory, decide, wire_layers
 from enfold.vision.config import VisionParallelConfig
 from enfold.vision.flow import TowerSpread
 
@@ -115,14 +114,8 @@ def attach_tower(prepared: PreparedTower, mesh: Mesh) -> TowerSpread:
     be saved.
     """
     module: Any = prepared.module
-    if prepared.shards is not None:
-        wire(module, prepared.shards, mesh.tp)
-        module.save_pretrained = refuse_to_save
-    if prepared.plan.numerics == "exact":
-        align_activations(module)
-        if not has_bf16_instructions():
-            tile_rows(module)
+    wire_layers(module, prepared.plan, mesh, prepared.shards)
     spread = TowerSpread(module, prepared.tower, prepared.sizes, mesh, prepared.config)
     replace_forward(module, spread.encode_patches if prepared.tower.takes == "patches" else spread.encode_images)
-    module.plan, module.spread = prepared.plan, spread
+    module.spread = spread
     return spread
