@@ -1,0 +1,228 @@
+"""Make the shipped model again: `python -m enfold.shapes.train --output DIR`, about three hours on two CPU cores.
+
+Three stages, each resumed where it was cut: the autoencoder learns to give back crops of drawn pictures; a set of
+pictures is drawn and encoded once; the denoiser and both text encoders learn together, from nothing, to predict the
+flow from pictures to noise (rectified flow, arXiv 2209.03003; times as in arXiv 2403.03206). What step K sees hangs on
+the seed and K alone, so a run that was cut goes on as if it had not been. Held-out prompts are never seen.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FluxPipeline
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+from enfold.shapes import recipe
+from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, random_scene, write_prompt
+
+__all__ = ["main"]
+
+AUTOENCODER_STEPS = 3500
+DENOISER_STEPS = 20000
+NUM_PICTURES = 49152
+_CROP_SIZE = 32
+_SAVE_EVERY = 250
+_DECAY_SHARE = 0.25  # of the steps, at the end: the learning rate falls to nothing
+_EMA_DECAY = 0.998
+_EMPTY_PROMPTS = 0.1  # share; what guidance without a prompt needs
+_PURE_NOISE = 0.1  # share of the samples that start from noise alone, where the places of things are decided
+
+
+def main() -> None:
+    """Run the three stages; print where the pipeline is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints and of the pipeline")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--autoencoder-steps", type=int, default=AUTOENCODER_STEPS)
+    parser.add_argument("--denoiser-steps", type=int, default=DENOISER_STEPS)
+    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    autoencoder = train_autoencoder(options.output / "autoencoder.pt", options.autoencoder_steps, options.seed)
+    latents, prompts = encode_pictures(options.output / "latents.pt", autoencoder, options.num_pictures, options.seed)
+    parts = train_denoiser(options.output / "denoiser.pt", latents, prompts, options.denoiser_steps, options.seed)
+    pipeline = recipe.make_pipeline(parts["t5"], parts["clip"], parts["denoiser"], autoencoder)
+    save_pipeline(pipeline, options.output / "model")
+    print(f"the pipeline is in {options.output / 'model'}")
+
+
+def save_pipeline(pipeline: FluxPipeline, folder: Path) -> None:
+    """Write the pipeline in half precision, and beside it what a call without sizes and steps means."""
+    pipeline.to(dtype=torch.float16).save_pretrained(folder)
+    (folder / "generation_defaults.json").write_text(json.dumps(recipe.GENERATION_DEFAULTS, indent=2) + "\n")
+
+
+def train_autoencoder(checkpoint: Path, num_steps: int, seed: int, batch_size: int = 32) -> AutoencoderKL:
+    """Train on crops of drawn pictures; latents get a little noise, so that what the denoiser leaves does no harm."""
+    torch.manual_seed(seed)
+    model = recipe.make_autoencoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    pool = None
+    for step in _steps("autoencoder", num_steps, checkpoint, {"model": model, "optimizer": optimizer}):
+        _set_rate(optimizer, 3e-3, step, num_steps, warm_up=100)
+        if pool is None or step % 500 == 0:
+            rng = random.Random(f"{seed} pictures {step // 500}")
+            pool = draw_scenes([random_scene(rng) for _ in range(2048)], rng)
+        rng = random.Random(f"{seed} autoencoder {step}")
+        whole = step >= num_steps * (1 - _DECAY_SHARE)
+        count, size = (batch_size // 4, PICTURE_SIZE) if whole else (batch_size, _CROP_SIZE)
+        pictures = _crops(pool, count, size, rng)
+        generator = torch.Generator().manual_seed(rng.getrandbits(40))
+        latents = model.encode(pictures).latent_dist.mean
+        noise = torch.randn(latents.shape, generator=generator)
+        output = model.decode(latents + 0.1 * noise).sample
+        loss = (output - pictures).abs().mean() + (output - pictures).pow(2).mean() + 1e-3 * latents.pow(2).mean()
+        _learn(loss, model, optimizer)
+        if step % _SAVE_EVERY == 0:
+            print(f"autoencoder {step}: mean abs error {(output - pictures).abs().mean().item() / 2:.4f}", flush=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def encode_pictures(file: Path, autoencoder: AutoencoderKL, count: int, seed: int) -> tuple[Tensor, list[str]]:
+    """Draw and encode the training set once; set the factors by which latents get mean 0 and deviation 1.
+
+    Returns packed latents [N, 16, 32] as Flux wants them and the prompts.
+    """
+    if file.exists():
+        saved = torch.load(file)
+    else:
+        rng = random.Random(f"{seed} training set")
+        latents, prompts = [], []
+        for _ in range(count // 512):
+            scenes: list[Scene] = []
+            while len(scenes) < 512:
+                scene = random_scene(rng)
+                if not is_held_out(scene):
+                    scenes.append(scene)
+            latents.append(autoencoder.encode(draw_scenes(scenes, rng)).latent_dist.mean)
+            prompts += [write_prompt(scene, long_form=rng.random() < 0.25) for scene in scenes]
+        saved = {"latents": torch.cat(latents), "prompts": prompts}
+        torch.save(saved, file)
+    latents = saved["latents"]
+    shift, scale = latents.mean().item(), 1 / latents.std().item()
+    autoencoder.register_to_config(scaling_factor=scale, shift_factor=shift)
+    return _pack((latents - shift) * scale), saved["prompts"]
+
+
+def train_denoiser(
+    checkpoint: Path, latents: Tensor, prompts: list[str], num_steps: int, seed: int, batch_size: int = 64
+) -> dict[str, Any]:
+    """Train denoiser and text encoders together; return their moving averages."""
+    torch.manual_seed(seed + 1)
+    tokenizer = recipe.make_tokenizer()
+    size = len(tokenizer)
+    parts = {"t5": recipe.make_t5(size), "clip": recipe.make_clip(size), "denoiser": recipe.make_denoiser()}
+    model = nn.ModuleDict(parts).train()
+    decay = swa_utils.get_ema_multi_avg_fn(_EMA_DECAY)  # type: ignore[no-untyped-call]
+    average = swa_utils.AveragedModel(model, multi_avg_fn=decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    ids = _tokenize(tokenizer, prompts)
+    empty = _tokenize(tokenizer, [""])
+    places = {"img_ids": _image_ids(), "txt_ids": torch.zeros(recipe.PROMPT_TOKENS, 3)}
+    recent = 0.0
+    for step in _steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
+        _set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        rows = torch.randint(len(latents), (batch_size,), generator=generator)
+        tokens = torch.where(torch.rand(batch_size, 1, generator=generator) < _EMPTY_PROMPTS, empty, ids[rows])
+        times = torch.sigmoid(0.4 + 1.2 * torch.randn(batch_size, generator=generator))
+        times = torch.where(torch.rand(batch_size, generator=generator) < _PURE_NOISE, 1.0, times)
+        noise = torch.randn(latents[rows].shape, generator=generator)
+        mixed = noise * times[:, None, None] + latents[rows] * (1 - times[:, None, None])
+        flow = parts["denoiser"](
+            hidden_states=mixed,
+            encoder_hidden_states=parts["t5"](tokens)[0],
+            pooled_projections=parts["clip"](tokens).pooler_output,
+            timestep=times,
+            return_dict=False,
+            **places,
+        )[0]
+        loss = (flow - (noise - latents[rows])).pow(2).mean()
+        _learn(loss, model, optimizer)
+        average.update_parameters(model)
+        recent = 0.99 * recent + 0.01 * loss.item() if step else loss.item()
+        if step % _SAVE_EVERY == 0:
+            print(f"denoiser {step}: loss {recent:.4f}", flush=True)
+    averaged: Any = average.module
+    return {name: averaged[name].eval() for name in parts}
+
+
+def _steps(name: str, num_steps: int, checkpoint: Path, states: dict[str, Any]) -> Iterator[int]:
+    """Yield the steps that are left, under a progress bar; save every few, and load what an earlier run saved."""
+    first = 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        for key, state in states.items():
+            state.load_state_dict(saved[key])
+        first = saved["step"]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(name, total=num_steps, completed=first)
+        for step in range(first, num_steps):
+            yield step
+            progress.advance(task)
+            if (step + 1) % _SAVE_EVERY == 0 or step + 1 == num_steps:
+                _save({"step": step + 1, **{key: state.state_dict() for key, state in states.items()}}, checkpoint)
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    """Write beside the file and rename: a run that is cut while it saves keeps the one before."""
+    partial = file.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(file)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, num_steps: int, warm_up: int) -> None:
+    """Warm up, hold, and fall to nothing over the last steps."""
+    left = (num_steps - step) / (num_steps * _DECAY_SHARE)
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / warm_up, left)
+
+
+def _learn(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _crops(pictures: Tensor, count: int, size: int, rng: random.Random) -> Tensor:
+    """Return `count` random crops, [count, 3, size, size]; small ones teach convolutions as well, and faster."""
+    room = pictures.shape[-1] - size
+    crops = []
+    for _ in range(count):
+        top, left = rng.randint(0, room), rng.randint(0, room)
+        crops.append(pictures[rng.randrange(len(pictures)), :, top : top + size, left : left + size])
+    return torch.stack(crops)
+
+
+def _tokenize(tokenizer: Any, prompts: list[str]) -> Tensor:
+    length = recipe.PROMPT_TOKENS
+    tokens = tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    ids: Tensor = tokens.input_ids
+    return ids
+
+
+def _pack(latents: Tensor) -> Tensor:
+    """Pack 2 x 2 latents into one token, channels first, as FluxPipeline does: [N, C, H, W] to [N, H/2 * W/2, 4C]."""
+    count, channels, height, width = latents.shape
+    tiles = latents.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return tiles.reshape(count, height * width // 4, channels * 4)
+
+
+def _image_ids() -> Tensor:
+    """Return the rotary places of the 4 x 4 tokens, [16, 3]: (0, row, column)."""
+    rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3)
+
+
+if __name__ == "__main__":
+    main()
