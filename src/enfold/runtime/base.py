@@ -17,6 +17,36 @@ from enfold.errors import EncodeError
 DEFAULT_WORKER = "enfold.worker:Worker"
 
 
+NoteTaker = Callable[[Any], None]
+"""Takes what a worker says while it works (plain values, no tensors)."""
+
+
+def ignore_note(note: Any) -> None:
+    """Take a note and do nothing: what a worker's `note` is while nobody listens."""
+
+
+class Notes:
+    """Hands the notes of one call on. What the taker raises waits until the ranks, who do no wrong, have answered."""
+
+    def __init__(self, taker: NoteTaker | None) -> None:
+        self._taker = taker
+        self._failure: Exception | None = None
+
+    def take(self, value: Any) -> None:
+        """Pass one note on, unless the taker has raised before."""
+        if self._taker is None or self._failure is not None:
+            return
+        try:
+            self._taker(value)
+        except Exception as error:
+            self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what the taker raised, if it did."""
+        if self._failure is not None:
+            raise self._failure
+
+
 def find_worker(name: str) -> Callable[..., Any]:
     """Return the worker class that "module:Class" names."""
     module, _, attribute = name.partition(":")
@@ -34,6 +64,11 @@ class Executor(ABC):
     def alive(self) -> bool:
         """Whether every rank is there to be called."""
 
+    @property
+    @abstractmethod
+    def rank_states(self) -> list[bool]:
+        """Whether each rank is there, in rank order; asks the system and not the rank, so it is answered at once."""
+
     @abstractmethod
     def start(self) -> None:
         """Start the ranks and wait until each has made its worker. After `shutdown` it may be called again."""
@@ -46,12 +81,14 @@ class Executor(ABC):
         every_rank: bool = False,
         patience_s: float | None = None,
         limit_s: float | None = None,
+        on_note: NoteTaker | None = None,
     ) -> Any:
         """Call `method(*args)` on the worker of every rank and return rank 0's result.
 
         With `every_rank` return the list of all results. Once one rank has answered, the others have `patience_s`
         seconds to follow (the executor knows a default); `limit_s` bounds the whole call. Arguments and results are
-        plain values and tensors.
+        plain values and tensors. A worker that has an attribute `note` finds a function there while it works for a call
+        with `on_note`: what rank 0 passes to it reaches `on_note`, in this thread, before the call returns.
         A rank's EnfoldError is raised here as the same class; any other exception as EncodeError with the rank's
         traceback as a note. LostRankError means that the ranks are gone: `start` again.
         """
@@ -59,6 +96,9 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self, *, graceful: bool = True) -> None:
         """End the ranks within a few seconds; with graceful=False at once. Calling it twice does no harm."""
+
+    def kill(self) -> None:  # noqa: B027  # a rank in this process can't be killed
+        """Kill the ranks, from any thread and without waiting: a call that runs raises LostRankError."""
 
     def restart(self) -> None:
         """End whatever is left of the ranks and start them anew; what the workers had loaded is gone."""

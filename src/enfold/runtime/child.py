@@ -50,11 +50,18 @@ class RankSettings:
 
 
 class Command(NamedTuple):
-    """One call: `reply` says whether this rank's result is wanted."""
+    """One call: `reply` says whether this rank's result is wanted, `notes` whether what it says on the way is."""
 
     method: str
     args: Any
     reply: bool
+    notes: bool = False
+
+
+class Note(NamedTuple):
+    """What a worker says while it works; any number of them come before the reply."""
+
+    value: Any
 
 
 class Reply(NamedTuple):
@@ -82,7 +89,7 @@ def main() -> None:
         return
     pipe.send(Reply())
     while (command := commands.get()) is not None:
-        pipe.send(_run(worker, command))
+        pipe.send(_run(worker, command, pipe))
     _leave_group()
 
 
@@ -154,14 +161,24 @@ def _join_group(settings: RankSettings, device: torch.device) -> dist.ProcessGro
     return dist.group.WORLD
 
 
-def _run(worker: Any, command: Command) -> Reply:
+def _run(worker: Any, command: Command, pipe: Connection) -> Reply:
+    from enfold.runtime.base import ignore_note
     from enfold.runtime.wire import pack, unpack
 
+    def send(note: Any) -> None:
+        pipe.send(Note(note))
+
+    hears = command.notes and hasattr(worker, "note")
     try:
+        if hears:
+            worker.note = send
         result = getattr(worker, command.method)(*unpack(command.args))
         return Reply(pack(result)) if command.reply else Reply()
     except Exception as error:
         return _failure(error)
+    finally:
+        if hears:
+            worker.note = ignore_note
 
 
 def _failure(error: Exception) -> Reply:

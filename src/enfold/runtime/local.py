@@ -6,7 +6,7 @@ import traceback
 from typing import Any
 
 from enfold.errors import EncodeError, EnfoldError
-from enfold.runtime.base import DEFAULT_WORKER, Executor, find_worker, rank_failed
+from enfold.runtime.base import DEFAULT_WORKER, Executor, Notes, NoteTaker, find_worker, ignore_note, rank_failed
 
 
 class LocalExecutor(Executor):
@@ -24,6 +24,11 @@ class LocalExecutor(Executor):
         """Whether the worker has been made."""
         return self._worker is not None
 
+    @property
+    def rank_states(self) -> list[bool]:
+        """Whether the worker has been made, as the one entry of a list."""
+        return [self.alive]
+
     def start(self) -> None:
         """Make the worker, on cuda:0 where there is a GPU."""
         import torch
@@ -40,17 +45,26 @@ class LocalExecutor(Executor):
         every_rank: bool = False,
         patience_s: float | None = None,
         limit_s: float | None = None,
+        on_note: NoteTaker | None = None,
     ) -> Any:
         """Call the worker's method; there is nothing to wait for, so the limits mean nothing here."""
         if self._worker is None:
             raise EncodeError("the rank is not started; call start() first")
+        notes = Notes(on_note)
+        hears = on_note is not None and hasattr(self._worker, "note")
         try:
+            if hears:
+                self._worker.note = notes.take
             result = getattr(self._worker, method)(*args)
         except EnfoldError:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise rank_failed(0, 1, text, traceback.format_exc()) from None
+        finally:
+            if hears and self._worker is not None:
+                self._worker.note = ignore_note
+        notes.raise_failure()
         return [result] if every_rank else result
 
     def shutdown(self, *, graceful: bool = True) -> None:

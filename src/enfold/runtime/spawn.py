@@ -25,8 +25,8 @@ from typing import Any
 import enfold.errors
 from enfold.errors import ConfigError, EnfoldError, LostRankError
 from enfold.layout import check_size
-from enfold.runtime.base import DEFAULT_WORKER, Executor, rank_failed
-from enfold.runtime.child import Command, RankSettings, Reply
+from enfold.runtime.base import DEFAULT_WORKER, Executor, Notes, NoteTaker, rank_failed
+from enfold.runtime.child import Command, Note, RankSettings, Reply
 
 BOOTSTRAP = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('ENFOLD_SYS_PATH')); "
@@ -61,6 +61,7 @@ class SpawnExecutor(Executor):
     """`num_ranks` processes with one worker each. Calls are serialised; any thread may make them.
 
     timeout_s: how long a rank waits for the others in a collective. threads_per_rank: default cores / ranks.
+    first_gpu: the GPU of rank 0, where there are GPUs; the other ranks take the next ones.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class SpawnExecutor(Executor):
         worker: str = DEFAULT_WORKER,
         threads_per_rank: int | None = None,
         timeout_s: float = 60.0,
+        first_gpu: int = 0,
     ) -> None:
         self.num_ranks = check_size("num_ranks", num_ranks)
         self.threads_per_rank = threads_per_rank or max(1, available_cores() // num_ranks)
         self.timeout_s = timeout_s
+        self.first_gpu = first_gpu
         self._worker = worker
         self._ranks: list[Rank] = []
         self._lock = threading.RLock()
@@ -85,13 +88,19 @@ class SpawnExecutor(Executor):
         return bool(ranks) and all(rank.process.poll() is None for rank in ranks)
 
     @property
+    def rank_states(self) -> list[bool]:
+        """Whether the process of each rank runs, in rank order."""
+        running = {rank.number for rank in self._ranks if rank.process.poll() is None}
+        return [number in running for number in range(self.num_ranks)]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the ranks, in rank order."""
         return [rank.process.pid for rank in self._ranks]
 
     def start(self) -> None:
         """Start the processes and wait until every rank has joined the group and made its worker."""
-        devices = rank_devices(self.num_ranks)
+        devices = rank_devices(self.num_ranks, self.first_gpu)
         with self._lock:
             if self._ranks:
                 raise ConfigError(f"the {self.num_ranks} ranks are already started; call shutdown() first")
@@ -111,8 +120,12 @@ class SpawnExecutor(Executor):
         every_rank: bool = False,
         patience_s: float | None = None,
         limit_s: float | None = None,
+        on_note: NoteTaker | None = None,
     ) -> Any:
-        """Call `method(*args)` on every rank; see Executor.call. An interrupted call ends the ranks."""
+        """Call `method(*args)` on every rank; see Executor.call. An interrupted call ends the ranks.
+
+        An exception in `on_note` stops the notes and is raised here once the ranks have answered.
+        """
         from enfold.runtime.wire import pack, unpack
 
         packed = pack(args)
@@ -121,12 +134,20 @@ class SpawnExecutor(Executor):
                 raise LostRankError(f"the {self.num_ranks} ranks are not running; start them first")
             with self._ending_on_failure():
                 for rank in self._ranks:
-                    self._send(rank, Command(method, packed, every_rank or rank.number == 0))
+                    is_first = rank.number == 0
+                    self._send(rank, Command(method, packed, every_rank or is_first, is_first and on_note is not None))
                 patience_s = 2 * self.timeout_s + GRACE_S if patience_s is None else patience_s
-                replies = self._collect(patience_s, limit_s)
+                notes = Notes(on_note)
+                replies = self._collect(patience_s, limit_s, notes)
             self._raise_first(replies)
+            notes.raise_failure()
         results = [unpack(reply.result) for reply in replies]
         return results if every_rank else results[0]
+
+    def kill(self) -> None:
+        """Kill the ranks, from any thread and without waiting: a call that runs raises LostRankError."""
+        for rank in list(self._ranks):
+            rank.process.kill()
 
     def shutdown(self, *, graceful: bool = True) -> None:
         """End the ranks: asked to, then SIGTERM, then SIGKILL; none is left when this returns."""
@@ -204,7 +225,7 @@ class SpawnExecutor(Executor):
         except OSError:
             raise self._lost(rank) from None
 
-    def _collect(self, patience_s: float, limit_s: float | None = None) -> list[Reply]:
+    def _collect(self, patience_s: float, limit_s: float | None = None, notes: Notes | None = None) -> list[Reply]:
         """Return one reply per rank; `patience_s` runs from the first reply, `limit_s` from now."""
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + limit_s if limit_s is not None else float("inf")
@@ -215,18 +236,22 @@ class SpawnExecutor(Executor):
             ready = wait([rank.pipe for rank in waiting], timeout=min(LOOK_S, deadline - now))
             for rank in waiting:
                 if rank.pipe in ready:
-                    replies[rank.number] = self._receive(rank)
+                    message = self._receive(rank)
+                    if isinstance(message, Note):
+                        (notes or Notes(None)).take(message.value)
+                        continue
+                    replies[rank.number] = message
                     deadline = min(deadline, time.monotonic() + patience_s)
                 elif rank.process.poll() is not None and not rank.pipe.poll():
                     raise self._lost(rank)
         return [replies[rank.number] for rank in self._ranks]
 
-    def _receive(self, rank: Rank) -> Reply:
+    def _receive(self, rank: Rank) -> Reply | Note:
         try:
-            reply: Reply = rank.pipe.recv()
+            message: Reply | Note = rank.pipe.recv()
         except (EOFError, OSError):
             raise self._lost(rank) from None
-        return reply
+        return message
 
     def _lost(self, rank: Rank) -> LostRankError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -259,19 +284,19 @@ class SpawnExecutor(Executor):
         raise rank_failed(number, self.num_ranks, f"{reply.error}: {reply.text}", reply.trace)
 
 
-def rank_devices(num_ranks: int) -> list[str]:
-    """Return the device of each rank: its own GPU where there are GPUs, else the CPU."""
+def rank_devices(num_ranks: int, first: int = 0) -> list[str]:
+    """Return the device of each rank: its own GPU where there are GPUs (from number `first` on), else the CPU."""
     import torch
 
     num_devices = torch.cuda.device_count()
     if num_devices == 0:
         return ["cpu"] * num_ranks
-    if num_ranks > num_devices:
+    if first + num_ranks > num_devices:
         raise ConfigError(
-            f"num_gpus={num_ranks} is more than the {num_devices} GPUs of this machine; use at most {num_devices}, "
-            f"or set CUDA_VISIBLE_DEVICES= (empty) to run the ranks as CPU processes"
+            f"num_gpus={first + num_ranks} is more than the {num_devices} GPUs of this machine; use at most "
+            f"{num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run the ranks as CPU processes"
         )
-    return [f"cuda:{number}" for number in range(num_ranks)]
+    return [f"cuda:{number}" for number in range(first, first + num_ranks)]
 
 
 def describe_end(returncode: int | None) -> str:
