@@ -16,7 +16,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/installed  ## encode real sentences with a real model on 2 ranks, print neighbours, plan and times
+demo: $(VENV)/installed  ## draw four prompts with the shipped model on 2 ranks, and check the pictures
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## unit, dist and e2e tests

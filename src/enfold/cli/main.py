@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from types import FrameType
 
-from enfold.cli import encode, plan, verify
+from enfold.cli import encode, generate, plan, serve, verify
 from enfold.errors import EnfoldError
+from enfold.shapes import model_folder
 
 EXIT_ERROR = 2
 EXIT_CTRL_C = 128 + signal.SIGINT
@@ -26,6 +27,8 @@ EXIT_TERM = 128 + signal.SIGTERM
 
 EXAMPLES = """\
 examples:
+  enfold generate --prompt "a red circle above a blue square" --num-gpus 2
+  enfold serve --num-gpus 2 --batching-max-size 2 --batching-delay-ms 20
   enfold plan --model-path ./flux --num-gpus 4
   enfold verify --model-path ./flux --subfolder text_encoder_2 --num-gpus 2
   enfold encode --model-path ./my-encoder --input captions.txt --output out.safetensors --num-gpus 2
@@ -49,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"enfold {version('enfold')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for command in (encode, plan, verify):
+    for command in (generate, serve, encode, plan, verify):
         command.add_parser(subparsers)
     return parser
 
@@ -57,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` defaults to the arguments of the process."""
     args = build_parser().parse_args(argv)
+    args.model_path = args.model_path or str(model_folder())
     try:
         _catch_signals()
         code: int = args.run(args)

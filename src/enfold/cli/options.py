@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from enfold.config import DTYPE_BYTES, Mode, Numerics
@@ -48,8 +48,8 @@ class Option:
 
 OPTIONS: dict[str, Option] = {
     "--model-path": Option(
-        "a local folder or a Hugging Face hub id, of one encoder or of a Diffusers pipeline",
-        required=True,
+        "a local folder or a Hugging Face hub id, of one encoder or of a Diffusers pipeline (default: the small model "
+        "that comes with enfold)",
         metavar="PATH",
     ),
     "--subfolder": Option("the folder inside --model-path that holds the encoder", metavar="NAME"),
@@ -109,10 +109,15 @@ def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *flag
     """Add the named options to `parser` or a group of it; a keyword such as `encoder_parallel="dp"` sets a default."""
     for flag in flags:
         option = OPTIONS[flag]
-        default = defaults.get(flag.lstrip("-").replace("-", "_"), option.default)
-        keywords: dict[str, Any] = {"help": option.help, "default": default, **option.extra}
-        if "action" not in option.extra:
-            keywords.update(type=option.type, choices=option.choices, required=option.required, metavar=option.metavar)
-            if default is not None:
-                keywords["help"] += f" (default: {default})"
-        parser.add_argument(flag, **keywords)
+        name = flag.lstrip("-").replace("-", "_")
+        add_option(parser, flag, replace(option, default=defaults[name]) if name in defaults else option)
+
+
+def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, flag: str, option: Option) -> None:
+    """Add one option; its help ends with the default, where there is one."""
+    keywords: dict[str, Any] = {"help": option.help, "default": option.default, **option.extra}
+    if "action" not in option.extra:
+        keywords.update(type=option.type, choices=option.choices, required=option.required, metavar=option.metavar)
+        if option.default is not None:
+            keywords["help"] += f" (default: {option.default})"
+    parser.add_argument(flag, **keywords)

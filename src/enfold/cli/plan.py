@@ -111,10 +111,11 @@ def _plans(folder: Path, args: argparse.Namespace) -> dict[str, Plan]:
             f"{' and '.join(given)} can't be used: {folder} is a pipeline, whose encoders are spread by "
             "--encoder-parallel, --tp-size and --dp-size; leave it out, or give one vision tower with --subfolder"
         )
-    return _pipeline_plans(folder, config, options)
+    return plans_of_pipeline(folder, config, options)
 
 
-def _pipeline_plans(folder: Path, model_index: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Plan]:
+def plans_of_pipeline(folder: Path, model_index: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Plan]:
+    """Return the plan of every encoder of a pipeline's folder; an error names the file."""
     try:
         plans = plan_pipeline(model_index, lambda name: read_json(folder / name / "config.json"), **options)
     except ConfigError as error:

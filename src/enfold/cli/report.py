@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 LINE_EVERY_S = 10.0
@@ -52,6 +52,28 @@ def _lines(title: str, total: int | None, unit: str) -> Iterator[Advance]:
             said_at = now
 
     yield advance
+
+
+@contextmanager
+def stages(titles: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """Show several stages at once, one bar each; the block gets a function of (title, steps done, steps in all)."""
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def tell(title: str, done: int, total: int) -> None:
+            if title not in begun:
+                begun.add(title)
+                say(f"{title} ({total} steps)")
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks = {title: progress.add_task(title, total=None) for title in titles}
+        yield lambda title, done, total: progress.update(tasks[title], completed=done, total=total)
 
 
 def table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NOT_MODELS = ("Tokenizer", "TokenizerFast", "Processor", "ImageProcessor", "ImageProcessorFast", "FeatureExtractor")
-"""Endings of the Transformers classes in a pipeline that hold no weights."""
+NOT_MODELS = (
+    "Tokenizer",
+    "TokenizerFast",
+    "Backend",
+    "Processor",
+    "ImageProcessor",
+    "ImageProcessorFast",
+    "FeatureExtractor",
+)
+"""Endings of the Transformers classes in a pipeline that hold no weights (a tokenizer may be a TokenizersBackend)."""
 
 
 def encoder_components(model_index: Mapping[str, Any]) -> dict[str, str]:
