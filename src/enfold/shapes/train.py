@@ -1,9 +1,10 @@
 """Make the shipped model again: `python -m enfold.shapes.train --output DIR`, about three hours on two CPU cores.
 
-Three stages, each resumed where it was cut: the autoencoder learns to give back crops of drawn pictures; a set of
-pictures is drawn and encoded once; the denoiser and both text encoders learn together, from nothing, to predict the
-flow from pictures to noise (rectified flow, arXiv 2209.03003; times as in arXiv 2403.03206). What step K sees hangs on
-the seed and K alone, so a run that was cut goes on as if it had not been. Held-out prompts are never seen.
+Four stages, each resumed where it was cut: the autoencoder learns to give back crops of drawn pictures; its decoder
+goes on alone, on whole pictures; a set of pictures is drawn and encoded once; the denoiser and both text encoders learn
+together, from nothing, to predict the flow from pictures to noise (rectified flow, arXiv 2209.03003; times as in arXiv
+2403.03206). What step K sees hangs on the seed and K alone, so a run that was cut goes on as if it had not been.
+Held-out prompts are never seen.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, 
 __all__ = ["main"]
 
 AUTOENCODER_STEPS = 3500
+DECODER_STEPS = 2000
 DENOISER_STEPS = 20000
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
@@ -36,16 +38,18 @@ _PURE_NOISE = 0.1  # share of the samples that start from noise alone, where the
 
 
 def main() -> None:
-    """Run the three stages; print where the pipeline is."""
+    """Run the four stages; print where the pipeline is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints and of the pipeline")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--autoencoder-steps", type=int, default=AUTOENCODER_STEPS)
+    parser.add_argument("--decoder-steps", type=int, default=DECODER_STEPS)
     parser.add_argument("--denoiser-steps", type=int, default=DENOISER_STEPS)
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     autoencoder = train_autoencoder(options.output / "autoencoder.pt", options.autoencoder_steps, options.seed)
+    refine_decoder(options.output / "decoder.pt", autoencoder, options.decoder_steps, options.seed)
     latents, prompts = encode_pictures(options.output / "latents.pt", autoencoder, options.num_pictures, options.seed)
     parts = train_denoiser(options.output / "denoiser.pt", latents, prompts, options.denoiser_steps, options.seed)
     pipeline = recipe.make_pipeline(parts["t5"], parts["clip"], parts["denoiser"], autoencoder)
@@ -64,25 +68,59 @@ def train_autoencoder(checkpoint: Path, num_steps: int, seed: int, batch_size: i
     torch.manual_seed(seed)
     model = recipe.make_autoencoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    pool = None
+    pool = torch.empty(0)
     for step in _steps("autoencoder", num_steps, checkpoint, {"model": model, "optimizer": optimizer}):
         _set_rate(optimizer, 3e-3, step, num_steps, warm_up=100)
-        if pool is None or step % 500 == 0:
-            rng = random.Random(f"{seed} pictures {step // 500}")
-            pool = draw_scenes([random_scene(rng) for _ in range(2048)], rng)
+        pool = _pool(pool, "pictures", seed, step)
         rng = random.Random(f"{seed} autoencoder {step}")
         whole = step >= num_steps * (1 - _DECAY_SHARE)
         count, size = (batch_size // 4, PICTURE_SIZE) if whole else (batch_size, _CROP_SIZE)
         pictures = _crops(pool, count, size, rng)
-        generator = torch.Generator().manual_seed(rng.getrandbits(40))
         latents = model.encode(pictures).latent_dist.mean
-        noise = torch.randn(latents.shape, generator=generator)
-        output = model.decode(latents + 0.1 * noise).sample
-        loss = (output - pictures).abs().mean() + (output - pictures).pow(2).mean() + 1e-3 * latents.pow(2).mean()
+        loss = _loss_of_decoding(model, latents, pictures, rng) + 1e-3 * latents.pow(2).mean()
         _learn(loss, model, optimizer)
-        if step % _SAVE_EVERY == 0:
-            print(f"autoencoder {step}: mean abs error {(output - pictures).abs().mean().item() / 2:.4f}", flush=True)
+        _say("autoencoder", step, loss)
     return model.eval()
+
+
+def refine_decoder(
+    checkpoint: Path, autoencoder: AutoencoderKL, num_steps: int, seed: int, batch_size: int = 8
+) -> None:
+    """Train the decoder alone, in place: the latents stay what they are, so the denoiser need not wait for it."""
+    decoder = autoencoder.decoder
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    pool = torch.empty(0)
+    for step in _steps("decoder", num_steps, checkpoint, {"model": decoder, "optimizer": optimizer}):
+        _set_rate(optimizer, 2e-3, step, num_steps, warm_up=100)
+        pool = _pool(pool, "pictures of the decoder", seed, step)
+        rng = random.Random(f"{seed} decoder {step}")
+        pictures = _crops(pool, batch_size, PICTURE_SIZE, rng)
+        with torch.no_grad():
+            latents = autoencoder.encode(pictures).latent_dist.mean
+        loss = _loss_of_decoding(autoencoder, latents, pictures, rng)
+        _learn(loss, decoder, optimizer)
+        _say("decoder", step, loss)
+
+
+def _pool(pool: Tensor, name: str, seed: int, step: int) -> Tensor:
+    """Return the drawn pictures that step `step` takes its batch from; new ones every 500 steps."""
+    if len(pool) and step % 500:
+        return pool
+    rng = random.Random(f"{seed} {name} {step // 500}")
+    return draw_scenes([random_scene(rng) for _ in range(2048)], rng)
+
+
+def _loss_of_decoding(model: AutoencoderKL, latents: Tensor, pictures: Tensor, rng: random.Random) -> Tensor:
+    """Return how far the decoded latents are from the pictures; a little noise on them is what a denoiser leaves."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(40))
+    output = model.decode(latents + 0.1 * torch.randn(latents.shape, generator=generator)).sample
+    loss: Tensor = (output - pictures).abs().mean() + (output - pictures).pow(2).mean()
+    return loss
+
+
+def _say(name: str, step: int, loss: Tensor) -> None:
+    if step % _SAVE_EVERY == 0:
+        print(f"{name} {step}: loss {loss.item():.4f}", flush=True)
 
 
 @torch.no_grad()
