@@ -1,7 +1,7 @@
 """make demo: draw four prompts on two ranks with the model that ships, look at the pictures, say where they are.
 
-Runs the command as a user would. Then each picture is read back, with the prompt that it carries, and a checker looks at
-its pixels: are there two shapes of the right colour, form and size, one where the prompt says from the other?
+Runs the command as a user would. Then each picture is read back, with the prompt that it carries, and a checker looks
+at its pixels: two shapes of the right colour, form and size, one where the prompt says from the other?
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     options = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     options += ["--num-gpus", "2", "--threads-per-rank", "1", "--output-path", str(OUT)]
-    print("$ enfold generate", " ".join(f'"{word}"' if " " in word else word for word in options), end="\n\n", flush=True)
+    print(
+        "$ enfold generate", " ".join(f'"{word}"' if " " in word else word for word in options), end="\n\n", flush=True
+    )
     subprocess.run([sys.executable, "-m", "enfold", "generate", *options], check=True)
     files = sorted(OUT.glob("*.png"))
     faults = {file: look(file) for file in files}
@@ -38,7 +40,9 @@ def main() -> int:
     for file, found in faults.items():
         print(f"  {file}: {'; '.join(found) if found else 'shows its prompt'}")
     wrong = sum(map(bool, faults.values()))
-    print(f"\n{len(files) - wrong} of {len(PROMPTS)} pictures show their prompts. Draw your own: enfold generate --prompt TEXT")
+    print(
+        f"\n{len(files) - wrong} of {len(PROMPTS)} pictures show their prompts. Draw your own: enfold generate --prompt TEXT"
+    )
     return int(wrong > 0 or len(files) != len(PROMPTS))
 
 

@@ -24,7 +24,7 @@ from enfold.errors import ConfigError, EncodeError, EnfoldError, InputError
 from enfold.probe import Comparison, compare_outputs, compare_tensors, named_outputs
 from enfold.worker import EncoderSpec
 
-COMMANDS = ["encode", "plan", "verify"]
+COMMANDS = ["generate", "serve", "encode", "plan", "verify"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     said = capsys.readouterr().out
-    assert f"enfold {command} --model-path" in said and "%(" not in said
+    assert f"  enfold {command} --model-path" in said and "%(" not in said
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,15 @@ OPTIONS = {
     "encode": "batch-size dp-size dtype encoder-parallel first-frame help input json max-length max-pixels "
     "max-tokens-per-call model-path num-gpus numerics output pooling skip-bad subfolder threads-per-rank timeout "
     "tp-size vision-block-size vision-dp-size vision-tp-size",
+    "generate": "batching-max-size dp-size dtype embedding-cache-mib encoder-parallel fps guidance-scale height help "
+    "json max-sequence-length measure-split model-path negative-prompt num-frames num-gpus num-images-"
+    "per-prompt num-inference-steps numerics output-path prompt prompt-file ring-degree seed "
+    "text-encoder-cpu-offload threads-per-rank timeout tp-size true-cfg-scale ulysses-degree whole-dit width",
+    "serve": "api-key batching-delay-ms batching-max-size call-timeout dp-size dtype embedding-cache-mib encoder-"
+    "parallel help host max-body-mib max-frames max-images max-inputs max-length max-pixels max-prompt-"
+    "chars max-queue max-steps model-path model-type num-gpus numerics pooling port request-timeout ring-"
+    "degree served-model-name subfolder text-encoder-cpu-offload threads-per-rank timeout tp-size "
+    "ulysses-degree whole-dit",
     "plan": "batching-max-size dp-size dtype encoder-parallel help json model-path num-gpus numerics subfolder tp-size "
     "vision-block-size vision-dp-size vision-tp-size",
     "verify": "batch-size dtype help json length model-path num-gpus numerics subfolder threads-per-rank timeout "

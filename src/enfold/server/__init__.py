@@ -1,0 +1,1 @@
+"""`enfold serve`: OpenAI's routes in front, ranks behind. Needs the extra `server`."""
