@@ -40,9 +40,8 @@ def main() -> int:
     for file, found in faults.items():
         print(f"  {file}: {'; '.join(found) if found else 'shows its prompt'}")
     wrong = sum(map(bool, faults.values()))
-    print(
-        f"\n{len(files) - wrong} of {len(PROMPTS)} pictures show their prompts. Draw your own: enfold generate --prompt TEXT"
-    )
+    print(f"\n{len(files) - wrong} of {len(PROMPTS)} pictures show their prompts.")
+    print("Draw your own: enfold generate --prompt TEXT, or open the page of: enfold serve")
     return int(wrong > 0 or len(files) != len(PROMPTS))
 
 

@@ -17,14 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from enfold.errors import ConfigError, EnfoldError, LostRankError, QueueClosedError, QueueFullError
+from enfold.errors import ConfigError, DeadlineError, LostRankError, QueueClosedError, QueueFullError
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-class DeadlineError(EnfoldError, TimeoutError):
-    """The time that a request had is over."""
 
 
 @dataclass(eq=False)

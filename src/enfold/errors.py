@@ -8,6 +8,7 @@ EnfoldError
 ├── InputError         what a user gave to encode can't be used
 ├── QueueFullError     as many requests wait as may; come back later
 ├── QueueClosedError   the queue takes no more requests
+├── DeadlineError      the time that a request had is over
 └── EncodeError        a call that failed on at least one rank; raised alike on every rank
     ├── MismatchError  the ranks were called with different inputs
     └── LostRankError  a rank died or did not answer in time; the process group can't be used any more
@@ -46,6 +47,10 @@ class QueueFullError(EnfoldError, RuntimeError):
 
 class QueueClosedError(EnfoldError, RuntimeError):
     """The queue takes no more requests."""
+
+
+class DeadlineError(EnfoldError, TimeoutError):
+    """The time that a request had is over."""
 
 
 class EncodeError(EnfoldError, RuntimeError):

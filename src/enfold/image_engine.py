@@ -22,7 +22,7 @@ from enfold.engine import OnRanks, local_or_hub, make_executor
 from enfold.errors import ConfigError, EncodeError, EnfoldError, InputError, LostRankError, MismatchError
 from enfold.plan import plan_encoder
 from enfold.runtime.base import Executor
-from enfold.runtime.spawn import available_cores
+from enfold.runtime.machine import available_cores
 from enfold.vision.batching import VisionScheduler, make_micro_batches
 from enfold.vision.cache import OutputCache
 from enfold.vision.calls import cut_patches

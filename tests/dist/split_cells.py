@@ -15,9 +15,9 @@ from diffusers.models import attention_dispatch
 from pipelines import randomized
 from torch import nn
 
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.split import split_transformer, whole
 from enfold.errors import EnfoldError
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.split import split_transformer, whole
 
 HEADS, HEAD_SIZE, TEXT_SIZE = 4, 16, 48
 

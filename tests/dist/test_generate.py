@@ -15,12 +15,12 @@ import torch.distributed as dist
 import whole_pipelines
 from ranks import Ranks
 
+from enfold.diffusion.drawing import Timeline
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.requests import GenerateRequest, PipelineReport, PipelineSpec
+from enfold.diffusion.worker import PipelineWorker
 from enfold.errors import EncodeError, EnfoldError, InputError
 from enfold.layout import Layout
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.drawing import Timeline
-from enfold.pipelines.pipeline_worker import PipelineWorker
-from enfold.pipelines.requests import GenerateRequest, PipelineReport, PipelineSpec
 
 CPU = torch.device("cpu")
 MODES = ("replicate", "fold", "dp", "auto")

@@ -8,9 +8,9 @@ import split_cells as cells
 import torch
 from ranks import Ranks
 
+from enfold.diffusion.layout import PipelineLayout, resolve_pipeline_layout
+from enfold.diffusion.split import SplitFacts, split_facts, split_transformer, whole
 from enfold.errors import ConfigError, LayoutError
-from enfold.pipeline_layout import PipelineLayout, resolve_pipeline_layout
-from enfold.pipelines.split import SplitFacts, split_facts, split_transformer, whole
 
 ROUNDING = 1e-5
 """Largest difference, relative to the largest value: fp32, other orders of summation. Measured: 5e-7 at most."""

@@ -13,7 +13,7 @@ import pipelines
 import torch
 import transformers as hf
 
-from enfold.pipelines.requests import GenerateRequest
+from enfold.diffusion.requests import GenerateRequest
 
 DTYPE = torch.float32
 SIDE = 32

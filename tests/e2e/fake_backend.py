@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import uvicorn
 
+from enfold.diffusion.requests import GenerateResult, PipelineReport, Progress, RankTimes
 from enfold.errors import ConfigError, EncodeError, InputError, LostRankError
-from enfold.pipelines.requests import GenerateResult, PipelineReport, Progress, RankTimes
 from enfold.server.app import make_app
 from enfold.server.jobs import Job
 from enfold.server.running import bind

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pipelines
 import whole_pipelines
 
+from enfold.diffusion.engine import PipelineEngine
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.requests import GenerateRequest, PipelineSpec, Progress
 from enfold.errors import CheckpointError, ConfigError, EncodeError, InputError, LostRankError
-from enfold.pipeline_engine import PipelineEngine
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.requests import GenerateRequest, PipelineSpec, Progress
 from enfold.runtime.base import Executor
 from enfold.runtime.local import LocalExecutor
 from enfold.runtime.spawn import SpawnExecutor

@@ -18,7 +18,8 @@ from enfold.errors import ConfigError, EncodeError, InputError, LostRankError
 from enfold.runtime import spawn
 from enfold.runtime.base import Executor
 from enfold.runtime.local import LocalExecutor
-from enfold.runtime.spawn import SpawnExecutor, describe_end
+from enfold.runtime.machine import describe_end, rank_devices
+from enfold.runtime.spawn import SpawnExecutor
 
 ECHO = "e2e_worker:EchoWorker"
 
@@ -215,6 +216,6 @@ def test_the_end_of_a_process_in_words(returncode: int | None, words: str) -> No
 def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     count: Callable[[], int] = lambda: 2  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    assert spawn.rank_devices(2) == ["cuda:0", "cuda:1"]
+    assert rank_devices(2) == ["cuda:0", "cuda:1"]
     with pytest.raises(ConfigError, match="num_gpus=3 is more than the 2 GPUs"):
-        spawn.rank_devices(3)
+        rank_devices(3)

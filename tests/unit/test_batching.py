@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from enfold.batching import DeadlineError, RequestQueue, Ticket, run_batch
-from enfold.errors import ConfigError, EncodeError, LostRankError, QueueClosedError, QueueFullError
+from enfold.batching import RequestQueue, Ticket, run_batch
+from enfold.errors import ConfigError, DeadlineError, EncodeError, LostRankError, QueueClosedError, QueueFullError
 
 unhurried = settings(deadline=None)
 

@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from enfold.errors import CheckpointError, ConfigError, EncodeError, InputError
-from enfold.pipeline_checks import check_request
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.conditioning import (
+from enfold.diffusion.checks import check_request
+from enfold.diffusion.conditioning import (
     WAYS,
     ZEROS,
     different_texts,
@@ -29,9 +27,10 @@ from enfold.pipelines.conditioning import (
     wanted_of,
     way_of,
 )
-from enfold.pipelines.drawing import STAGES, Timeline, to_bytes, watched
-from enfold.pipelines.offload import Offload
-from enfold.pipelines.opening import (
+from enfold.diffusion.drawing import STAGES, Timeline, to_bytes, watched
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.offload import Offload
+from enfold.diffusion.opening import (
     find_pipeline,
     open_pipeline,
     pipeline_class,
@@ -40,7 +39,8 @@ from enfold.pipelines.opening import (
     read_index,
     spread_components,
 )
-from enfold.pipelines.requests import EmbedFacts, GenerateRequest, PipelineReport, PipelineSpec, Progress
+from enfold.diffusion.requests import EmbedFacts, GenerateRequest, PipelineReport, PipelineSpec, Progress
+from enfold.errors import CheckpointError, ConfigError, EncodeError, InputError
 
 CPU = torch.device("cpu")
 FLUX, QWEN, SDXL = WAYS["FluxPipeline"], WAYS["QwenImagePipeline"], WAYS["StableDiffusionXLPipeline"]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from enfold.diffusion.embedding_cache import EmbeddingCache
 from enfold.errors import ConfigError
-from enfold.pipelines.embedding_cache import EmbeddingCache
 
 SALT = "model, float32"
 

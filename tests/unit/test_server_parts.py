@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi", reason="needs the extra server")
 
 from enfold import errors
-from enfold.batching import DeadlineError
-from enfold.errors import InputError
+from enfold.errors import DeadlineError, InputError
 from enfold.server.backends import split_by
 from enfold.server.drawing import size_of
 from enfold.server.failures import RequestError, answer, to_request_error

@@ -69,6 +69,6 @@ def test_importing_enfold_brings_no_torch() -> None:
 
 def test_every_error_is_an_enfold_error() -> None:
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
-    assert len(classes) == 11
+    assert len(classes) == 12
     assert all(issubclass(each, errors.EnfoldError) for each in classes)
     assert all(each.__name__ in (errors.__doc__ or "") for each in classes)

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 import pipelines
 
+from enfold.diffusion.conditioning import WAYS
+from enfold.diffusion.drawing import Timeline
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.requests import GenerateRequest, PipelineSpec, Progress
+from enfold.diffusion.worker import PipelineWorker
 from enfold.errors import InputError
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.conditioning import WAYS
-from enfold.pipelines.drawing import Timeline
-from enfold.pipelines.pipeline_worker import PipelineWorker
-from enfold.pipelines.requests import GenerateRequest, PipelineSpec, Progress
 
 WIDTH = 64
 CLIP = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -253,7 +253,7 @@ def test_a_pipeline_that_is_not_in_the_table(
         for text, seed, n in ((pipelines.PROMPTS[0], 5, 1), (pipelines.PROMPTS[1], 8, 2))
     ]
     want = latents(worker_of(tmp_path), requests)
-    monkeypatch.setattr("enfold.pipelines.conditioning.WAYS", {})
+    monkeypatch.setattr("enfold.diffusion.conditioning.WAYS", {})
     worker = worker_of(tmp_path)
     said = [record.getMessage() for record in caplog.records]
     assert sum("FluxPipeline is not known to take prepared embeddings" in text for text in said) == 1

@@ -22,8 +22,8 @@ from enfold.cli.report import stage, stages
 from enfold.errors import InputError
 
 if TYPE_CHECKING:
-    from enfold.pipeline_engine import PipelineEngine
-    from enfold.pipelines.requests import GenerateRequest, GenerateResult, Progress
+    from enfold.diffusion.engine import PipelineEngine
+    from enfold.diffusion.requests import GenerateRequest, GenerateResult, Progress
 
 BATCHING_MAX_SIZE = 4
 STAGES = ("encode", "denoise", "decode")
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{plan.pipeline_class} from {plan.folder}, DiT {plan.layout}\n\n{render(plan.plans, args.num_gpus)}\n")
 
-    from enfold.pipeline_engine import PipelineEngine
+    from enfold.diffusion.engine import PipelineEngine
 
     alone = plan.layout.num_ranks == 1
     engine = PipelineEngine(make_spec(args, plan), threads_per_rank=args.threads_per_rank, in_process=alone)
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_request(prompt: Prompt, args: argparse.Namespace) -> GenerateRequest:
     """Return the request of one prompt."""
-    from enfold.pipelines.requests import GenerateRequest
+    from enfold.diffusion.requests import GenerateRequest
 
     return GenerateRequest(
         prompt=prompt.text,
@@ -238,7 +238,7 @@ def write_pictures(
     folder: Path, plan: PipelinePlan, requests: Sequence[GenerateRequest], results: Sequence[GenerateResult], fps: float
 ) -> list[dict[str, Any]]:
     """Write every picture with its prompt and seed in the file; never over a file that is there."""
-    from enfold.pipelines.pictures import extension_of, save_picture
+    from enfold.diffusion.pictures import extension_of, save_picture
 
     number = next_number(folder)
     files = []

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from enfold.cli.model_path import read_json
 from enfold.cli.options import Option, add_option, add_options, positive_int
 from enfold.cli.plan import find_folder, plans_of_pipeline
+from enfold.diffusion.layout import PipelineLayout, resolve_pipeline_layout
 from enfold.errors import ConfigError
-from enfold.pipeline_layout import PipelineLayout, resolve_pipeline_layout
 from enfold.plan import Plan
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import PipelineSpec
+    from enfold.diffusion.requests import PipelineSpec
 
 DENOISERS = ("transformer", "unet", "prior")
 """Names of the component that Diffusers splits, in model_index.json."""
@@ -96,10 +96,11 @@ def plan_pipeline_ranks(args: argparse.Namespace) -> PipelinePlan:
 
 def make_spec(args: argparse.Namespace, plan: PipelinePlan) -> PipelineSpec:
     """Return what the ranks are told to load; imports torch."""
-    from enfold.pipelines.requests import PipelineSpec
+    from enfold.diffusion.requests import PipelineSpec
 
+    is_local = Path(args.model_path).expanduser().is_dir()  # of a hub id, plan.folder holds config files alone
     return PipelineSpec(
-        path=str(plan.folder),
+        path=str(plan.folder) if is_local else args.model_path,
         layout=plan.layout,
         mode=args.encoder_parallel,
         dtype=args.dtype,
@@ -129,7 +130,7 @@ def _resolve(args: argparse.Namespace, config_file: Path, denoiser: str) -> Pipe
 
 def _split_facts(config_file: Path, denoiser: str) -> dict[str, Any]:
     """Return what Diffusers says of the class, and its attention heads; no weight is read."""
-    from enfold.pipelines.split import split_facts
+    from enfold.diffusion.split import split_facts
 
     facts = split_facts(denoiser)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,7 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the options, take the port, then load and serve until SIGINT or SIGTERM."""
     _check_installed()
-    path = args.model_path or str(model_folder())
+    path = args.model_path
     kind: ModelType = args.model_type or detect_model_type(find_folder(path, args.subfolder))
     make_backend, replica_size = (_diffusion if kind == "diffusion" else _encoder)(args, path)
     if args.encoder_parallel == "dp" and args.batching_max_size == 1 and replica_size > 1:
@@ -188,10 +187,7 @@ def _diffusion(args: argparse.Namespace, path: str) -> tuple[Callable[[], Backen
     def make() -> Backend:
         from enfold.server.backends import DiffusionBackend
 
-        spec = make_spec(args, plan)
-        if not Path(path).expanduser().is_dir():
-            spec = replace(spec, path=path)  # a hub id: what was fetched for the plan is no more than config files
-        return DiffusionBackend(spec, args.threads_per_rank)
+        return DiffusionBackend(make_spec(args, plan), args.threads_per_rank)
 
     return make, plan.layout.replica_size
 

@@ -27,6 +27,7 @@ from enfold.errors import ConfigError, EnfoldError, LostRankError
 from enfold.layout import check_size
 from enfold.runtime.base import DEFAULT_WORKER, Executor, Notes, NoteTaker, rank_failed
 from enfold.runtime.child import Command, Note, RankSettings, Reply
+from enfold.runtime.machine import available_cores, describe_end, rank_devices
 
 BOOTSTRAP = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('ENFOLD_SYS_PATH')); "
@@ -50,11 +51,6 @@ class Rank:
     number: int
     process: subprocess.Popen[bytes]
     pipe: Connection
-
-
-def available_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class SpawnExecutor(Executor):
@@ -282,32 +278,6 @@ class SpawnExecutor(Executor):
         if isinstance(kind, type) and issubclass(kind, EnfoldError):
             raise kind(reply.text)
         raise rank_failed(number, self.num_ranks, f"{reply.error}: {reply.text}", reply.trace)
-
-
-def rank_devices(num_ranks: int, first: int = 0) -> list[str]:
-    """Return the device of each rank: its own GPU where there are GPUs (from number `first` on), else the CPU."""
-    import torch
-
-    num_devices = torch.cuda.device_count()
-    if num_devices == 0:
-        return ["cpu"] * num_ranks
-    if first + num_ranks > num_devices:
-        raise ConfigError(
-            f"num_gpus={first + num_ranks} is more than the {num_devices} GPUs of this machine; use at most "
-            f"{num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run the ranks as CPU processes"
-        )
-    return [f"cuda:{number}" for number in range(first, first + num_ranks)]
-
-
-def describe_end(returncode: int | None) -> str:
-    """Say in words how a process ended; `returncode` as subprocess has it."""
-    if returncode is None:
-        return "closed its pipe"
-    if returncode >= 0:
-        return f"ended with exit code {returncode}"
-    name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else "unknown"
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"was killed by signal {-returncode}, {name}{hint}"
 
 
 def _wait_for(ranks: list[Rank], limit_s: float) -> None:

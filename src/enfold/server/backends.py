@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from enfold.diffusion.engine import PipelineEngine
+from enfold.diffusion.requests import PipelineReport, PipelineSpec
 from enfold.engine import Engine, Tokens
 from enfold.errors import InputError
-from enfold.pipeline_engine import PipelineEngine
-from enfold.pipelines.requests import PipelineReport, PipelineSpec
-from enfold.runtime.spawn import available_cores
-from enfold.server.encoder_worker import BoundedExecutor, end_at_once
+from enfold.runtime.machine import available_cores
+from enfold.server.encoder_worker import BoundedExecutor
 from enfold.server.jobs import EmbedRequest, EncodeRequest, Job
 from enfold.worker import EncoderSpec
 
@@ -118,8 +118,7 @@ class DiffusionBackend:
 
     def kill(self) -> None:
         """End all ranks at once."""
-        for replica in self.engine._replicas:
-            end_at_once(replica.executor)
+        self.engine.close(graceful=False)
 
     def plans(self) -> dict[str, dict[str, Any]]:
         """Return the plan of each encoder."""

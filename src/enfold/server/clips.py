@@ -18,7 +18,7 @@ from enfold.server.schemas import Video, VideoList
 from enfold.server.shelf import Content, new_id
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import GenerateRequest, Progress
+    from enfold.diffusion.requests import GenerateRequest, Progress
     from enfold.server.service import Service
 
 logger = logging.getLogger(__name__)

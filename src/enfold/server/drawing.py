@@ -11,7 +11,7 @@ from enfold.server.limits import check_at_most, check_text
 from enfold.server.schemas import Drawing
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import GenerateRequest
+    from enfold.diffusion.requests import GenerateRequest
     from enfold.server.service import Service
 
 RANDOM_SEEDS = 2**31
@@ -28,7 +28,7 @@ def make_request(
     service: Service, body: Drawing, *, num_images: int = 1, num_frames: int | None = None
 ) -> GenerateRequest:
     """Return the request for the engine; raise InputError or RequestError where a limit or a value is wrong."""
-    from enfold.pipelines.requests import GenerateRequest
+    from enfold.diffusion.requests import GenerateRequest
     from enfold.server.tensors import read_embeds
 
     check_model(service, body.model)

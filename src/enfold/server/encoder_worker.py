@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from enfold.errors import InputError
-from enfold.runtime.base import Executor
 from enfold.runtime.spawn import SpawnExecutor
 from enfold.worker import Worker
 
@@ -55,13 +54,6 @@ def _layer(hidden_states: Sequence[torch.Tensor], layer: int) -> torch.Tensor:
     return hidden_states[layer]
 
 
-def end_at_once(executor: Executor) -> None:
-    """Kill the processes of an executor and wait for their ends; shutdown alone would wait for a call that runs."""
-    for rank in getattr(executor, "_ranks", []):
-        rank.process.kill()
-    executor.shutdown(graceful=False)
-
-
 class BoundedExecutor(SpawnExecutor):
     """Ranks of one replica, in processes of their own even where there is one; every call can be bounded in time."""
 
@@ -87,7 +79,3 @@ class BoundedExecutor(SpawnExecutor):
     def call(self, method: str, *args: Any, limit_s: float | None = None, **keywords: Any) -> Any:
         """Call every rank; see Executor.call."""
         return super().call(method, *args, limit_s=self._limit_s if limit_s is None else limit_s, **keywords)
-
-    def kill(self) -> None:
-        """End all processes at once; a call that runs in another thread fails with LostRankError."""
-        end_at_once(self)

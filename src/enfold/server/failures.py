@@ -11,9 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from enfold.batching import DeadlineError
 from enfold.errors import (
     ConfigError,
+    DeadlineError,
     EncodeError,
     InputError,
     LayoutError,

@@ -20,7 +20,7 @@ from enfold.server.schemas import ImagesAnswer, ImagesBody
 from enfold.server.shelf import new_id
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import GenerateRequest
+    from enfold.diffusion.requests import GenerateRequest
     from enfold.server.service import Service
 
 CACHE = {"Cache-Control": "private, max-age=3600, immutable"}
@@ -69,7 +69,7 @@ def _request(service: Service, body: ImagesBody) -> GenerateRequest:
 
 def encode_all(pictures: Any, request: Any, seeds: Sequence[int], fps: float = 8.0) -> list[bytes]:
     """Return a PNG or GIF per picture of uint8 [n, frames, H, W, 3], with prompt and seed inside."""
-    from enfold.pipelines.pictures import encode_picture
+    from enfold.diffusion.pictures import encode_picture
 
     prompt = request.prompt.replace("\0", "\ufffd")
     return [

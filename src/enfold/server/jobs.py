@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import GenerateRequest, Progress, RankTimes
+    from enfold.diffusion.requests import GenerateRequest, Progress, RankTimes
 
 Kind = Literal["generate", "encode", "embed"]
 """generate: pictures of a pipeline.  encode: all that encoders give for texts.  embed: one vector per text."""

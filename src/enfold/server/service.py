@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from enfold.batching import DeadlineError, RequestQueue, Ticket
-from enfold.errors import QueueClosedError, QueueFullError
+from enfold.batching import RequestQueue, Ticket
+from enfold.errors import DeadlineError, QueueClosedError, QueueFullError
 from enfold.server.failures import RequestError
 from enfold.server.jobs import Done, Job
 from enfold.server.limits import Limits

@@ -16,7 +16,7 @@ from enfold.server.failures import RequestError
 from enfold.server.schemas import DeletedVideo, Video, VideoList, VideosBody
 
 if TYPE_CHECKING:
-    from enfold.pipelines.requests import GenerateRequest
+    from enfold.diffusion.requests import GenerateRequest
     from enfold.server.service import Service
 
 

@@ -19,12 +19,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from enfold.checkpoint import choose_dtype, load_encoder
+from enfold.diffusion.few_texts import separate_texts
+from enfold.diffusion.requests import PipelineSpec
+from enfold.diffusion.split import split_transformer
 from enfold.encoders.model_index import encoder_components
 from enfold.errors import CheckpointError, ConfigError, EnfoldError
 from enfold.flow import MAIN_INPUTS
-from enfold.pipelines.pure import separate_texts
-from enfold.pipelines.requests import PipelineSpec
-from enfold.pipelines.split import split_transformer
 from enfold.weights import open_source, stored_dtype
 
 INDEX = "model_index.json"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from enfold.diffusion.embedding_cache import Row
 from enfold.errors import InputError
-from enfold.pipelines.embedding_cache import Row
 
 POOLED = ("pooler_output", "text_embeds")
 Calls = dict[str, list[dict[str, torch.Tensor]]]

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 from enfold.comm import Groups, Mesh, build_mesh
-from enfold.errors import InputError
-from enfold.layout import Layout
-from enfold.pipelines.capture import hidden_state_counts
-from enfold.pipelines.conditioning import (
+from enfold.diffusion.capture import hidden_state_counts
+from enfold.diffusion.conditioning import (
     Wanted,
     Way,
     different_texts,
@@ -25,12 +23,14 @@ from enfold.pipelines.conditioning import (
     wanted_of,
     way_of,
 )
-from enfold.pipelines.drawing import Timeline, call_arguments, draw, encoding_timed, no_texts
-from enfold.pipelines.embedding_cache import EmbeddingCache, Row
-from enfold.pipelines.facts import DEFAULT_NAMES, describe, embed_facts, merged_defaults
-from enfold.pipelines.offload import Offload
-from enfold.pipelines.opening import DENOISERS, Opened, find_pipeline
-from enfold.pipelines.requests import GenerateRequest, PipelineReport, PipelineSpec
+from enfold.diffusion.drawing import Timeline, call_arguments, draw, encoding_timed, no_texts
+from enfold.diffusion.embedding_cache import EmbeddingCache, Row
+from enfold.diffusion.facts import DEFAULT_NAMES, describe, embed_facts, merged_defaults
+from enfold.diffusion.offload import Offload
+from enfold.diffusion.opening import DENOISERS, Opened, find_pipeline
+from enfold.diffusion.requests import GenerateRequest, PipelineReport, PipelineSpec
+from enfold.errors import InputError
+from enfold.layout import Layout
 
 logger = logging.getLogger("enfold")
 

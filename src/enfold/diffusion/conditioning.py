@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from enfold.diffusion.embedding_cache import Row
+from enfold.diffusion.requests import GenerateRequest
 from enfold.errors import EncodeError
-from enfold.pipelines.embedding_cache import Row
-from enfold.pipelines.requests import GenerateRequest
 
 NEGATIVE = "negative_"
 ZEROS = object()

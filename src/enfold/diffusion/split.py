@@ -28,10 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from enfold.comm import DEFAULT_TIMEOUT_S
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.lengths import explain_lengths, fit_text
+from enfold.diffusion.ring_attention import check_ring_attention, take_ring_attention
 from enfold.errors import ConfigError, LayoutError
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.lengths import explain_lengths, fit_text
-from enfold.pipelines.ring_attention import check_ring_attention, take_ring_attention
 
 
 @dataclass(frozen=True)

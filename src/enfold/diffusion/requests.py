@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from enfold.config import Mode, Numerics
+from enfold.diffusion.layout import PipelineLayout
 from enfold.layout import Layout
-from enfold.pipeline_layout import PipelineLayout
 
 Stage = Literal["encode", "denoise", "decode"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from enfold.diffusion.layout import PipelineLayout, check_lengths
+from enfold.diffusion.requests import SEED_LIMIT, EmbedFacts, GenerateRequest, PipelineReport
 from enfold.errors import InputError
-from enfold.pipeline_layout import PipelineLayout, check_lengths
-from enfold.pipelines.requests import SEED_LIMIT, EmbedFacts, GenerateRequest, PipelineReport
 
 COUNTS = ("num_images", "height", "width", "num_frames", "num_inference_steps", "max_sequence_length")
 SCALES = ("guidance_scale", "true_cfg_scale")
@@ -62,7 +62,7 @@ def _check_numbers(request: GenerateRequest) -> None:
 
 
 def _check_sizes(request: GenerateRequest, report: PipelineReport, layout: PipelineLayout) -> None:
-    values = {name: getattr(request, name) or report.defaults.get(name) for name in COUNTS}
+    values: dict[str, Any] = {name: getattr(request, name) or report.defaults.get(name) for name in COUNTS}
     for name in ("height", "width"):
         if values[name] is not None and values[name] % report.multiple:
             below = values[name] - values[name] % report.multiple

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from enfold.pipeline_layout import PipelineLayout
-from enfold.pipelines.conditioning import NEGATIVE, Way
-from enfold.pipelines.embedding_cache import Row
-from enfold.pipelines.opening import DENOISERS, Opened, read_defaults
-from enfold.pipelines.requests import EmbedFacts, PipelineReport
+from enfold.diffusion.conditioning import NEGATIVE, Way
+from enfold.diffusion.embedding_cache import Row
+from enfold.diffusion.layout import PipelineLayout
+from enfold.diffusion.opening import DENOISERS, Opened, read_defaults
+from enfold.diffusion.requests import EmbedFacts, PipelineReport
 
 SIZES = ("height", "width", "num_frames")
 DEFAULT_NAMES = (*SIZES, "num_inference_steps", "guidance_scale", "true_cfg_scale", "max_sequence_length")

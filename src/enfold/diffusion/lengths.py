@@ -10,8 +10,8 @@ from diffusers.hooks import context_parallel
 from torch import nn
 from torch.nn import functional
 
+from enfold.diffusion.layout import PipelineLayout, check_lengths
 from enfold.errors import InputError
-from enfold.pipeline_layout import PipelineLayout, check_lengths
 
 PADDED_TEXT = {"QwenImageTransformer2DModel": ("encoder_hidden_states", "encoder_hidden_states_mask")}
 """Transformers that take prompts of any length and a mask for them: the arguments' names. They can be padded."""

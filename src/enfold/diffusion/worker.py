@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from enfold.diffusion.capture import captured, split_captured
+from enfold.diffusion.drawing import STAGES, Timeline, to_bytes
+from enfold.diffusion.embedding_cache import Row
+from enfold.diffusion.loaded import Loaded
+from enfold.diffusion.opening import open_pipeline
+from enfold.diffusion.requests import GenerateRequest, GenerateResult, PipelineReport, PipelineSpec, Progress, RankTimes
+from enfold.diffusion.split import whole
 from enfold.errors import EncodeError, InputError
-from enfold.pipelines.capture import captured, split_captured
-from enfold.pipelines.drawing import STAGES, Timeline, to_bytes
-from enfold.pipelines.embedding_cache import Row
-from enfold.pipelines.loaded import Loaded
-from enfold.pipelines.opening import open_pipeline
-from enfold.pipelines.requests import GenerateRequest, GenerateResult, PipelineReport, PipelineSpec, Progress, RankTimes
-from enfold.pipelines.split import whole
 
 
 class PipelineWorker:

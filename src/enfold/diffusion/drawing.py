@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import torch
 
+from enfold.diffusion.requests import Progress, Stage
 from enfold.errors import EncodeError
-from enfold.pipelines.requests import Progress, Stage
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 

@@ -85,7 +85,7 @@ def resolve_pipeline_layout(
 
     ring, tp and dp that were left out are 1, and ulysses takes what they leave. `split_dit=False` (--whole-dit): every
     rank of a replica runs the whole DiT. `transformer` is the name of the DiT's class, the two `can_split` are what
-    Diffusers says of it (enfold.pipelines.split.split_facts), `num_heads` its attention heads where they are known.
+    Diffusers says of it (enfold.diffusion.split.split_facts), `num_heads` its attention heads where they are known.
     """
     check_size("--num-gpus", num_ranks)
     given = {"--ulysses-degree": ulysses, "--ring-degree": ring, "--tp-size": tp, "--dp-size": dp}

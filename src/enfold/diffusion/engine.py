@@ -15,14 +15,15 @@ from typing import Any, Self
 
 import torch
 
+from enfold.diffusion.checks import check_request
+from enfold.diffusion.requests import GenerateRequest, GenerateResult, PipelineReport, PipelineSpec, Progress
 from enfold.errors import ConfigError, EncodeError, InputError
-from enfold.pipeline_checks import check_request
-from enfold.pipelines.requests import GenerateRequest, GenerateResult, PipelineReport, PipelineSpec, Progress
 from enfold.runtime.base import Executor
 from enfold.runtime.local import LocalExecutor
-from enfold.runtime.spawn import SpawnExecutor, available_cores, rank_devices
+from enfold.runtime.machine import available_cores, rank_devices
+from enfold.runtime.spawn import SpawnExecutor
 
-WORKER = "enfold.pipelines.pipeline_worker:PipelineWorker"
+WORKER = "enfold.diffusion.worker:PipelineWorker"
 LOAD_PATIENCE_S = 1800.0
 """One rank may read its weights from a cold disk long after the other had them from the page cache."""
 
@@ -205,6 +206,6 @@ def _own_embeds(request: GenerateRequest) -> dict[str, Any] | None:
 
 def _found(path: str) -> str:
     """Return the local folder of a pipeline: a hub id is looked up once, not by every rank."""
-    from enfold.pipelines.opening import find_pipeline
+    from enfold.diffusion.opening import find_pipeline
 
     return str(find_pipeline(path).resolve())

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enfold.diffusion.layout import PipelineLayout, check_lengths, resolve_pipeline_layout
 from enfold.errors import InputError, LayoutError
-from enfold.pipeline_layout import PipelineLayout, check_lengths, resolve_pipeline_layout
 
 SIZES = ("ulysses", "ring", "tp", "dp")
 
@@ -167,5 +167,5 @@ def test_weights_and_copies_take_any_length() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, enfold.pipeline_layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, enfold.diffusion.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
