@@ -141,7 +141,8 @@ class Commands:
     def check_nothing_left(self, limit_s: float = 10) -> None:
         """Fail if a process is left that was started here, or a file in the folder for temporary files."""
         wait_until(lambda: not marked(self.marker), limit_s, f"the end of processes {marked(self.marker)}")
-        assert list(self.temporary.iterdir()) == []
+        left = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        assert left == []  # torch makes its compiler's folder when Diffusers is imported
 
 
 # A long `encode` that is cut off: what was there before stays, and nothing is left behind.

@@ -178,6 +178,7 @@ def draw(
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            engine.close(graceful=False)  # ends the calls that the threads of the pool wait in
             raise
     return [results[place] for place in range(len(requests))]
 

@@ -123,9 +123,10 @@ def _find_denoiser(file: Path, index: Mapping[str, Any]) -> tuple[str, str]:
 def _resolve(args: argparse.Namespace, config_file: Path, denoiser: str) -> PipelineLayout:
     sizes = {"ulysses": args.ulysses_degree, "ring": args.ring_degree, "tp": args.tp_size, "dp": args.dp_size}
     asked: dict[str, Any] = {**sizes, "split_dit": not args.whole_dit, "transformer": denoiser}
-    if args.num_gpus > 1 and not args.whole_dit and args.dp_size != args.num_gpus:
-        asked |= _split_facts(config_file, denoiser)
-    return resolve_pipeline_layout(args.num_gpus, **asked)
+    layout = resolve_pipeline_layout(args.num_gpus, **asked)  # refuses what is wrong whatever the DiT
+    if not layout.is_split:
+        return layout
+    return resolve_pipeline_layout(args.num_gpus, **asked, **_split_facts(config_file, denoiser))
 
 
 def _split_facts(config_file: Path, denoiser: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def train_denoiser(
     ids = _tokenize(tokenizer, prompts)
     empty = _tokenize(tokenizer, [""])
     places = {"img_ids": _image_ids(), "txt_ids": torch.zeros(recipe.PROMPT_TOKENS, 3)}
-    recent = 0.0
+    recent: float | None = None
     for step in _steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
         _set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -186,7 +186,7 @@ def train_denoiser(
         loss = (flow - (noise - latents[rows])).pow(2).mean()
         _learn(loss, model, optimizer)
         average.update_parameters(model)
-        recent = 0.99 * recent + 0.01 * loss.item() if step else loss.item()
+        recent = loss.item() if recent is None else 0.99 * recent + 0.01 * loss.item()
         if step % _SAVE_EVERY == 0:
             print(f"denoiser {step}: loss {recent:.4f}", flush=True)
     averaged: Any = average.module
