@@ -131,6 +131,7 @@ def test_the_shipped_model_is_small_and_whole() -> None:
 
 def test_training_goes_on_as_if_it_had_not_been_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_SAVE_EVERY", 2)
+    monkeypatch.setattr(train, "_POOL_SIZE", 16)
     learn, calls = train._learn, iter(range(100))
 
     def learn_until_cut(*args: Any) -> None:

@@ -30,6 +30,7 @@ DECODER_STEPS = 2000
 DENOISER_STEPS = 20000
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
+_POOL_SIZE = 2048  # pictures that the autoencoder's batches are cut from, for 500 steps
 _SAVE_EVERY = 250
 _DECAY_SHARE = 0.25  # of the steps, at the end: the learning rate falls to nothing
 _EMA_DECAY = 0.998
@@ -107,7 +108,7 @@ def _pool(pool: Tensor, name: str, seed: int, step: int) -> Tensor:
     if len(pool) and step % 500:
         return pool
     rng = random.Random(f"{seed} {name} {step // 500}")
-    return draw_scenes([random_scene(rng) for _ in range(2048)], rng)
+    return draw_scenes([random_scene(rng) for _ in range(_POOL_SIZE)], rng)
 
 
 def _loss_of_decoding(model: AutoencoderKL, latents: Tensor, pictures: Tensor, rng: random.Random) -> Tensor:
