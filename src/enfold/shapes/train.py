@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from enfold.shapes import recipe
-from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, random_scene, write_prompt
+from enfold.shapes.reading import Reader, labels_of, reading_loss
+from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, random_scene, read_prompt, write_prompt
 
 __all__ = ["main"]
 
 AUTOENCODER_STEPS = 3500
 DECODER_STEPS = 2000
 DENOISER_STEPS = 20000
+READING_AT = 3000  # of the denoiser's steps: by then it draws shapes, but does not know which colour is whose
+READING_STEPS = 1500
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
 _POOL_SIZE = 2048  # pictures that the autoencoder's batches are cut from, for 500 steps
@@ -168,6 +171,10 @@ def train_denoiser(
     places = {"img_ids": _image_ids(), "txt_ids": torch.zeros(recipe.PROMPT_TOKENS, 3)}
     recent: float | None = None
     for step in _steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
+        if step == READING_AT:
+            teach_reading(checkpoint.with_name("reader.pt"), parts["t5"], ids, prompts, seed)
+            averaged_t5: Any = average.module
+            averaged_t5["t5"].load_state_dict(parts["t5"].state_dict())
         _set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(latents), (batch_size,), generator=generator)
@@ -192,6 +199,23 @@ def train_denoiser(
             print(f"denoiser {step}: loss {recent:.4f}", flush=True)
     averaged: Any = average.module
     return {name: averaged[name].eval() for name in parts}
+
+
+def teach_reading(checkpoint: Path, t5: Any, ids: Tensor, prompts: list[str], seed: int, batch_size: int = 64) -> None:
+    """Train the text encoder, in place, to say what stands where; see reading.py."""
+    torch.manual_seed(seed + 2)
+    model = nn.ModuleDict({"t5": t5, "reader": Reader(t5.config.d_model)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    scenes = [read_prompt(prompt) for prompt in prompts]
+    places, grounds = labels_of([scene for scene in scenes if scene is not None])
+    for step in _steps("reading", READING_STEPS, checkpoint, {"model": model, "optimizer": optimizer}):
+        _set_rate(optimizer, 1e-3, step, READING_STEPS, warm_up=100)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        rows = torch.randint(len(ids), (batch_size,), generator=generator)
+        loss, right = reading_loss(model["reader"](t5(ids[rows])[0]), (places[rows], grounds[rows]))
+        _learn(loss, model, optimizer)
+        if step % 100 == 0:
+            print(f"reading {step}: loss {loss.item():.4f}, {right:.0%} of the prompts without a mistake", flush=True)
 
 
 def _steps(name: str, num_steps: int, checkpoint: Path, states: dict[str, Any]) -> Iterator[int]:
