@@ -9,15 +9,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import T5EncoderModel
 
 from enfold.shapes.scenes import BACKGROUNDS, COLOURS, RADII, RELATIONS, SHAPES, Scene, Thing
 
-__all__ = ["Reader", "labels_of", "reading_loss"]
+__all__ = ["Reader", "labels_of", "look_around", "reading_loss"]
 
 _PLACES = ("above", "below", "left of", "right of")
 _OPPOSITE = {"above": "below", "below": "above", "left of": "right of", "right of": "left of"}
 _COLOURS, _SIZES, _GROUNDS = list(COLOURS), list(RADII), list(BACKGROUNDS)
+_STRENGTH = 4.0
 _NUM_CLASSES = (len(COLOURS) + 1, len(SHAPES) + 1, len(RADII) + 1)  # colour, shape, size; the last class: nothing there
+
+
+@torch.no_grad()
+def look_around(t5: T5EncoderModel) -> None:
+    """Start T5's four heads with position biases: the word before, the one before it, what follows, what precedes.
+
+    From biases near zero a text is a bag of words, and Adam, which moves each bias by its rate at most, takes
+    thousands of steps to make order visible. T5's buckets count distances to the left first, then to the right.
+    """
+    bias = t5.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # [buckets, heads]
+    half = bias.shape[0] // 2
+    bias.zero_()
+    bias[1, 0] = bias[2, 1] = _STRENGTH
+    bias[half + 1 :, 2] = _STRENGTH
+    bias[1:half, 3] = _STRENGTH
 
 
 class Reader(nn.Module):
@@ -51,7 +68,7 @@ def labels_of(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
 def reading_loss(logits: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
     """Return the mean cross entropy, and the share of the scenes that were read without a mistake."""
     things, grounds = logits
-    parts = torch.split(things, _NUM_CLASSES, dim=-1)
+    parts = torch.split(things, list(_NUM_CLASSES), dim=-1)
     right = grounds.argmax(-1) == labels[1]
     loss = functional.cross_entropy(grounds, labels[1])
     for number, part in enumerate(parts):

@@ -19,9 +19,10 @@ from diffusers import AutoencoderKL, FluxPipeline
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.optim import swa_utils
+from transformers import T5EncoderModel
 
 from enfold.shapes import recipe
-from enfold.shapes.reading import Reader, labels_of, reading_loss
+from enfold.shapes.reading import Reader, labels_of, look_around, reading_loss
 from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, random_scene, read_prompt, write_prompt
 
 __all__ = ["main"]
@@ -29,8 +30,11 @@ __all__ = ["main"]
 AUTOENCODER_STEPS = 3500
 DECODER_STEPS = 2000
 DENOISER_STEPS = 20000
-READING_AT = 3000  # of the denoiser's steps: by then it draws shapes, but does not know which colour is whose
-READING_STEPS = 1500
+READING_AT = 3000
+"""Of the denoiser's steps. By then it draws shapes, but its text encoder sees a bag of words and stays so: what it has
+learned is in the way of word order. A new one, which learns to read by itself in a minute, takes its place."""
+
+READING_STEPS = 600
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
 _POOL_SIZE = 2048  # pictures that the autoencoder's batches are cut from, for 500 steps
@@ -172,9 +176,12 @@ def train_denoiser(
     recent: float | None = None
     for step in _steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
         if step == READING_AT:
-            teach_reading(checkpoint.with_name("reader.pt"), parts["t5"], ids, prompts, seed)
+            reader = teach_reading(checkpoint.with_name("reader.pt"), size, ids, prompts, seed)
             averaged_t5: Any = average.module
-            averaged_t5["t5"].load_state_dict(parts["t5"].state_dict())
+            for t5 in (parts["t5"], averaged_t5["t5"]):
+                t5.load_state_dict(reader.state_dict())
+            for parameter in parts["t5"].parameters():
+                optimizer.state.pop(parameter, None)
         _set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(latents), (batch_size,), generator=generator)
@@ -201,9 +208,13 @@ def train_denoiser(
     return {name: averaged[name].eval() for name in parts}
 
 
-def teach_reading(checkpoint: Path, t5: Any, ids: Tensor, prompts: list[str], seed: int, batch_size: int = 64) -> None:
-    """Train the text encoder, in place, to say what stands where; see reading.py."""
+def teach_reading(
+    checkpoint: Path, vocab_size: int, ids: Tensor, prompts: list[str], seed: int, batch_size: int = 32
+) -> T5EncoderModel:
+    """Return a new text encoder that can say what stands where; see reading.py."""
     torch.manual_seed(seed + 2)
+    t5 = recipe.make_t5(vocab_size)
+    look_around(t5)
     model = nn.ModuleDict({"t5": t5, "reader": Reader(t5.config.d_model)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
     scenes = [read_prompt(prompt) for prompt in prompts]
@@ -216,6 +227,7 @@ def teach_reading(checkpoint: Path, t5: Any, ids: Tensor, prompts: list[str], se
         _learn(loss, model, optimizer)
         if step % 100 == 0:
             print(f"reading {step}: loss {loss.item():.4f}, {right:.0%} of the prompts without a mistake", flush=True)
+    return t5
 
 
 def _steps(name: str, num_steps: int, checkpoint: Path, states: dict[str, Any]) -> Iterator[int]:
