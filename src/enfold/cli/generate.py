@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
         "difference_from_unsplit": difference,
         "seconds": seconds,
         "stage_seconds": stage_seconds(results),
-        "encoders": {name: each.to_json() for name, each in plan.plans.items()},
+        "dtype": report.dtype,
+        "encoders": report.plans,
         "pictures": files,
     }
     print(json.dumps(document, indent=2) if args.json else words(document))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enfold.cli.model_path import read_json
-from enfold.cli.options import Option, add_option, add_options, positive_int
+from enfold.cli.options import OPTIONS, Option, add_option, add_options, positive_int
 from enfold.cli.plan import find_folder, plans_of_pipeline
 from enfold.diffusion.layout import PipelineLayout, resolve_pipeline_layout
 from enfold.errors import ConfigError
@@ -23,6 +23,7 @@ DENOISERS = ("transformer", "unet", "prior")
 """Names of the component that Diffusers splits, in model_index.json."""
 
 CACHE_MIB = 256
+DTYPE_HELP = "precision of all weights (default: float32 on CPUs, that of the checkpoint on GPUs)"
 
 SPLIT_OPTIONS: dict[str, Option] = {
     "--ulysses-degree": Option(
@@ -66,7 +67,8 @@ def add_pipeline_options(parser: argparse.ArgumentParser, encoder_parallel: str,
     for flag, option in SPLIT_OPTIONS.items():
         add_option(parser, flag, option)
     add_options(parser, "--batching-max-size", batching_max_size=batching_max_size)
-    add_options(parser, "--dtype", "--numerics", "--threads-per-rank", "--timeout")
+    add_option(parser, "--dtype", replace(OPTIONS["--dtype"], help=DTYPE_HELP))
+    add_options(parser, "--numerics", "--threads-per-rank", "--timeout")
 
 
 def plan_pipeline_ranks(args: argparse.Namespace) -> PipelinePlan:
