@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from enfold.shapes import model_folder, train
+from enfold.shapes import model_folder, steps, train
 from enfold.shapes.checker import check_picture
 from enfold.shapes.scenes import (
     BACKGROUNDS,
@@ -130,9 +130,9 @@ def test_the_shipped_model_is_small_and_whole() -> None:
 
 
 def test_training_goes_on_as_if_it_had_not_been_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_SAVE_EVERY", 2)
+    monkeypatch.setattr(steps, "SAVE_EVERY", 2)
     monkeypatch.setattr(train, "_POOL_SIZE", 16)
-    learn, calls = train._learn, iter(range(100))
+    learn, calls = train.learn, iter(range(100))
 
     def learn_until_cut(*args: Any) -> None:
         if next(calls) == 3:
@@ -141,7 +141,7 @@ def test_training_goes_on_as_if_it_had_not_been_cut(tmp_path: Path, monkeypatch:
 
     whole = train.train_autoencoder(tmp_path / "whole.pt", 4, seed=1, batch_size=4)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "_learn", learn_until_cut)
+        patch.setattr(train, "learn", learn_until_cut)
         train.train_autoencoder(tmp_path / "cut.pt", 4, seed=1, batch_size=4)
     resumed = train.train_autoencoder(tmp_path / "cut.pt", 4, seed=1, batch_size=4)
     for name, tensor in whole.state_dict().items():

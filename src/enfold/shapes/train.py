@@ -10,13 +10,11 @@ Held-out prompts are never seen.
 import argparse
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxPipeline
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.optim import swa_utils
 from transformers import T5EncoderModel
@@ -24,18 +22,17 @@ from transformers import T5EncoderModel
 from enfold.shapes import recipe
 from enfold.shapes.reading import Reader, labels_of, look_around, reading_loss
 from enfold.shapes.scenes import PICTURE_SIZE, Scene, draw_scenes, is_held_out, random_scene, read_prompt, write_prompt
+from enfold.shapes.steps import DECAY_SHARE, SAVE_EVERY, learn, set_rate, steps
 
 __all__ = ["main"]
 
 AUTOENCODER_STEPS = 3500
 DECODER_STEPS = 2000
-DENOISER_STEPS = 20000
+DENOISER_STEPS = 16000
 READING_STEPS = 600
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
 _POOL_SIZE = 2048  # pictures that the autoencoder's batches are cut from, for 500 steps
-_SAVE_EVERY = 250
-_DECAY_SHARE = 0.25  # of the steps, at the end: the learning rate falls to nothing
 _EMA_DECAY = 0.998
 _EMPTY_PROMPTS = 0.1  # share; what guidance without a prompt needs
 _MEAN_LOGIT_TIME = 0.8  # nearer to noise, where it is decided what stands where
@@ -74,16 +71,16 @@ def train_autoencoder(checkpoint: Path, num_steps: int, seed: int, batch_size: i
     model = recipe.make_autoencoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
     pool = torch.empty(0)
-    for step in _steps("autoencoder", num_steps, checkpoint, {"model": model, "optimizer": optimizer}):
-        _set_rate(optimizer, 3e-3, step, num_steps, warm_up=100)
+    for step in steps("autoencoder", num_steps, checkpoint, {"model": model, "optimizer": optimizer}):
+        set_rate(optimizer, 3e-3, step, num_steps, warm_up=100)
         pool = _pool(pool, "pictures", seed, step)
         rng = random.Random(f"{seed} autoencoder {step}")
-        whole = step >= num_steps * (1 - _DECAY_SHARE)
+        whole = step >= num_steps * (1 - DECAY_SHARE)
         count, size = (batch_size // 4, PICTURE_SIZE) if whole else (batch_size, _CROP_SIZE)
         pictures = _crops(pool, count, size, rng)
         latents = model.encode(pictures).latent_dist.mean
         loss = _loss_of_decoding(model, latents, pictures, rng) + 1e-3 * latents.pow(2).mean()
-        _learn(loss, model, optimizer)
+        learn(loss, model, optimizer)
         _say("autoencoder", step, loss)
     return model.eval()
 
@@ -95,15 +92,15 @@ def refine_decoder(
     decoder = autoencoder.decoder
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
     pool = torch.empty(0)
-    for step in _steps("decoder", num_steps, checkpoint, {"model": decoder, "optimizer": optimizer}):
-        _set_rate(optimizer, 2e-3, step, num_steps, warm_up=100)
+    for step in steps("decoder", num_steps, checkpoint, {"model": decoder, "optimizer": optimizer}):
+        set_rate(optimizer, 2e-3, step, num_steps, warm_up=100)
         pool = _pool(pool, "pictures of the decoder", seed, step)
         rng = random.Random(f"{seed} decoder {step}")
         pictures = _crops(pool, batch_size, PICTURE_SIZE, rng)
         with torch.no_grad():
             latents = autoencoder.encode(pictures).latent_dist.mean
         loss = _loss_of_decoding(autoencoder, latents, pictures, rng)
-        _learn(loss, decoder, optimizer)
+        learn(loss, decoder, optimizer)
         _say("decoder", step, loss)
 
 
@@ -124,7 +121,7 @@ def _loss_of_decoding(model: AutoencoderKL, latents: Tensor, pictures: Tensor, r
 
 
 def _say(name: str, step: int, loss: Tensor) -> None:
-    if step % _SAVE_EVERY == 0:
+    if step % SAVE_EVERY == 0:
         print(f"{name} {step}: loss {loss.item():.4f}", flush=True)
 
 
@@ -174,8 +171,8 @@ def train_denoiser(
     optimizer = torch.optim.AdamW(_with_fast_norms(model), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
     places = {"img_ids": _image_ids(), "txt_ids": torch.zeros(recipe.PROMPT_TOKENS, 3)}
     recent: float | None = None
-    for step in _steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
-        _set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
+    for step in steps("denoiser", num_steps, checkpoint, {"model": model, "average": average, "optimizer": optimizer}):
+        set_rate(optimizer, 1e-3, step, num_steps, warm_up=300)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(latents), (batch_size,), generator=generator)
         tokens = torch.where(torch.rand(batch_size, 1, generator=generator) < _EMPTY_PROMPTS, empty, ids[rows])
@@ -194,10 +191,10 @@ def train_denoiser(
             **places,
         )[0]
         loss = (flow - (noise - latents[rows])).pow(2).mean()
-        _learn(loss, model, optimizer)
+        learn(loss, model, optimizer)
         average.update_parameters(model)
         recent = loss.item() if recent is None else 0.99 * recent + 0.01 * loss.item()
-        if step % _SAVE_EVERY == 0:
+        if step % SAVE_EVERY == 0:
             print(f"denoiser {step}: loss {recent:.4f}", flush=True)
     averaged: Any = average.module
     return {"t5": t5, **{name: averaged[name].eval() for name in parts}}
@@ -214,12 +211,12 @@ def teach_reading(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
     scenes = [read_prompt(prompt) for prompt in prompts]
     places, grounds = labels_of([scene for scene in scenes if scene is not None])
-    for step in _steps("reading", READING_STEPS, checkpoint, {"model": model, "optimizer": optimizer}):
-        _set_rate(optimizer, 1e-3, step, READING_STEPS, warm_up=100)
+    for step in steps("reading", READING_STEPS, checkpoint, {"model": model, "optimizer": optimizer}):
+        set_rate(optimizer, 1e-3, step, READING_STEPS, warm_up=100)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(ids), (batch_size,), generator=generator)
         loss, right = reading_loss(model["reader"](t5(ids[rows])[0]), (places[rows], grounds[rows]))
-        _learn(loss, model, optimizer)
+        learn(loss, model, optimizer)
         if step % 100 == 0:
             print(f"reading {step}: loss {loss.item():.4f}, {right:.0%} of the prompts without a mistake", flush=True)
     return t5
@@ -236,45 +233,6 @@ def _with_fast_norms(model: nn.Module) -> list[dict[str, Any]]:
     picked = set(map(id, norms))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in picked]
     return [{"params": rest}, {"params": norms, "faster": 10.0, "weight_decay": 0.0}]
-
-
-def _steps(name: str, num_steps: int, checkpoint: Path, states: dict[str, Any]) -> Iterator[int]:
-    """Yield the steps that are left, under a progress bar; save every few, and load what an earlier run saved."""
-    first = 0
-    if checkpoint.exists():
-        saved = torch.load(checkpoint)
-        for key, state in states.items():
-            state.load_state_dict(saved[key])
-        first = saved["step"]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task(name, total=num_steps, completed=first)
-        for step in range(first, num_steps):
-            yield step
-            progress.advance(task)
-            if (step + 1) % _SAVE_EVERY == 0 or step + 1 == num_steps:
-                _save({"step": step + 1, **{key: state.state_dict() for key, state in states.items()}}, checkpoint)
-
-
-def _save(state: dict[str, Any], file: Path) -> None:
-    """Write beside the file and rename: a run that is cut while it saves keeps the one before."""
-    partial = file.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(file)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, num_steps: int, warm_up: int) -> None:
-    """Warm up, hold, and fall to nothing over the last steps."""
-    left = (num_steps - step) / (num_steps * _DECAY_SHARE)
-    for group in optimizer.param_groups:
-        group["lr"] = peak * group.get("faster", 1.0) * min(1.0, (step + 1) / warm_up, left)
-
-
-def _learn(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
 
 
 def _crops(pictures: Tensor, count: int, size: int, rng: random.Random) -> Tensor:
