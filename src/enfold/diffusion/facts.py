@@ -27,8 +27,8 @@ def merged_defaults(pipeline: Any, folder: Path) -> dict[str, Any]:
     for name in ("height", "width"):
         if name in own and own[name] is None:
             own[name] = side
-    given = read_defaults(folder, frozenset(DEFAULT_NAMES))
-    return own | {name: value for name, value in given.items() if name in own}
+    given = read_defaults(folder, frozenset({*DEFAULT_NAMES, "negative_prompt"}))
+    return own | {name: value for name, value in given.items() if name in parameters}
 
 
 def _default_side(pipeline: Any) -> int | None:

@@ -114,10 +114,17 @@ class Loaded:
             pictures = draw(self.pipeline, arguments, seeds, timeline, self.device, output_type)
         return pictures, num_texts, num_cached
 
+    def _with_negative(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request with the negative prompt that the model's folder says, where it has none itself."""
+        default = self.defaults.get("negative_prompt")
+        return request if request.negative_prompt is not None else replace(request, negative_prompt=default)
+
     def _condition(
         self, way: Way, requests: Sequence[GenerateRequest], values: Mapping[str, Any], timeline: Timeline
     ) -> tuple[Row, int, int]:
         scale = values.get(way.guidance) if way.guidance else None
+        if scale is not None and scale > 1:
+            requests = [self._with_negative(request) for request in requests]
         zeros = way.zeros_flag is not None and bool(self.pipeline.config.get(way.zeros_flag))
         wanted = [wanted_of(request, way, scale, zeros) for request in requests]
         self._say_unused(requests, wanted, way, scale)

@@ -231,6 +231,7 @@ def read_defaults(folder: Path, known: frozenset[str]) -> dict[str, Any]:
         extra = sorted(set(values) - known) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{path} must be an object of {', '.join(sorted(known))}; it has {extra}")
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{path}: {name}={value!r} must be a number")
+        kind: Any = str if name == "negative_prompt" else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ConfigError(f"{path}: {name}={value!r} must be a {'text' if kind is str else 'number'}")
     return values

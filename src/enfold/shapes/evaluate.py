@@ -61,13 +61,15 @@ def _draw(options: argparse.Namespace, scenes: list[Scene]) -> list[np.ndarray[A
     given = {"num_inference_steps": options.num_inference_steps, "true_cfg_scale": options.true_cfg_scale}
     defaults = json.loads((options.model_path / "generation_defaults.json").read_text(encoding="utf-8"))
     values = defaults | {name: value for name, value in given.items() if value is not None}
+    negative = values.pop("negative_prompt")
     pictures: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
     starts = range(0, len(scenes), options.batch_size)
     for start in track(starts, "drawing", disable=not sys.stderr.isatty()):
         prompts = [write_prompt(scene) for scene in scenes[start : start + options.batch_size]]
         generators = [torch.Generator().manual_seed(options.seed * 1_000_003 + start + i) for i in range(len(prompts))]
-        guided = {"negative_prompt": [""] * len(prompts)} if values.get("true_cfg_scale", 1.0) > 1 else {}
-        images = pipeline(prompts, generator=generators, output_type="np", **guided, **values).images
+        images = pipeline(
+            prompts, negative_prompt=[negative] * len(prompts), generator=generators, output_type="np", **values
+        ).images
         pictures += list((images * 255).round().astype(np.uint8))
     return pictures
 

@@ -24,10 +24,12 @@ __all__ = [
 
 PROMPT_TOKENS = 20
 LATENT_CHANNELS = 8
-GENERATION_DEFAULTS = {
+GENERATION_DEFAULTS: dict[str, int | float | str] = {
     "height": PICTURE_SIZE,
     "width": PICTURE_SIZE,
-    "num_inference_steps": 16,
+    "num_inference_steps": 24,
+    "true_cfg_scale": 2.0,
+    "negative_prompt": "",
     "max_sequence_length": PROMPT_TOKENS,
 }
 """What a call that leaves them out means; FluxPipeline's own defaults are 1024 x 1024 pixels and 512 tokens."""

@@ -27,7 +27,7 @@ from enfold.shapes.steps import DECAY_SHARE, SAVE_EVERY, learn, set_rate, steps
 __all__ = ["main"]
 
 AUTOENCODER_STEPS = 3500
-DECODER_STEPS = 2000
+DECODER_STEPS = 1000
 DENOISER_STEPS = 16000
 READING_STEPS = 600
 NUM_PICTURES = 49152
