@@ -26,6 +26,9 @@ columns: cut along the columns at multiples of 64.  head_columns: cut along the 
 whole: every rank holds it.
 """
 
+SEED_LIMIT = 2**63
+"""Seeds of random generators are below it."""
+
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 

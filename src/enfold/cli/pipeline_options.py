@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 from enfold.cli.model_path import read_json
 from enfold.cli.options import OPTIONS, Option, add_option, add_options, positive_int
 from enfold.cli.plan import find_folder, plans_of_pipeline
-from enfold.diffusion.layout import PipelineLayout, resolve_pipeline_layout
+from enfold.diffusion.layout import DENOISERS, PipelineLayout, resolve_pipeline_layout
 from enfold.errors import ConfigError
 from enfold.plan import Plan
 
 if TYPE_CHECKING:
     from enfold.diffusion.requests import PipelineSpec
-
-DENOISERS = ("transformer", "unet", "prior")
-"""Names of the component that Diffusers splits, in model_index.json."""
 
 CACHE_MIB = 256
 DTYPE_HELP = "precision of all weights (default: float32 on CPUs, that of the checkpoint on GPUs)"

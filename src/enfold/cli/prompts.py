@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enfold.config import SEED_LIMIT
 from enfold.errors import InputError
 
 KEYS = {"prompt": str, "seed": int, "negative_prompt": str}
-SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True)

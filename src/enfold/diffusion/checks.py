@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from enfold.config import SEED_LIMIT
 from enfold.diffusion.layout import PipelineLayout, check_lengths
-from enfold.diffusion.requests import SEED_LIMIT, EmbedFacts, GenerateRequest, PipelineReport
+from enfold.diffusion.requests import EmbedFacts, GenerateRequest, PipelineReport
 from enfold.errors import InputError
 
 COUNTS = ("num_images", "height", "width", "num_frames", "num_inference_steps", "max_sequence_length")

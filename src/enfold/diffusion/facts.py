@@ -11,7 +11,7 @@ import torch
 from enfold.diffusion.conditioning import NEGATIVE, Way
 from enfold.diffusion.embedding_cache import Row
 from enfold.diffusion.layout import PipelineLayout
-from enfold.diffusion.opening import DENOISERS, Opened, read_defaults
+from enfold.diffusion.opening import Opened, denoisers_of, read_defaults
 from enfold.diffusion.requests import EmbedFacts, PipelineReport
 
 SIZES = ("height", "width", "num_frames")
@@ -33,12 +33,10 @@ def merged_defaults(pipeline: Any, folder: Path) -> dict[str, Any]:
 
 def _default_side(pipeline: Any) -> int | None:
     """Return the pixels of a side where the pipeline's call would work them out: latents times the VAE's factor."""
-    latents = getattr(pipeline, "default_sample_size", None) or getattr(_denoiser(pipeline).config, "sample_size", None)
+    latents = getattr(pipeline, "default_sample_size", None) or getattr(
+        denoisers_of(pipeline)[0].config, "sample_size", None
+    )
     return latents * _vae_factor(pipeline) if isinstance(latents, int) else None
-
-
-def _denoiser(pipeline: Any) -> Any:
-    return next(each for name in DENOISERS if (each := getattr(pipeline, name, None)) is not None)
 
 
 def _vae_factor(pipeline: Any) -> int:
@@ -48,7 +46,7 @@ def _vae_factor(pipeline: Any) -> int:
 
 def side_multiple(pipeline: Any, way: Way | None) -> int:
     """Return what height and width must be multiples of: the VAE's factor times the latents along a side of a token."""
-    patch = getattr(_denoiser(pipeline).config, "patch_size", None) or 1
+    patch = getattr(denoisers_of(pipeline)[0].config, "patch_size", None) or 1
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
     return _vae_factor(pipeline) * max(int(patch), way.packs if way else 1)
 
@@ -67,7 +65,7 @@ def describe(opened: Opened, way: Way | None, defaults: dict[str, Any], layout: 
     accepts = [name for name in DEFAULT_NAMES if name in parameters]
     if way.guidance if way else NEGATIVE + "prompt" in parameters:
         accepts.append(NEGATIVE + "prompt")
-    denoiser = _denoiser(pipeline)
+    denoiser = denoisers_of(pipeline)[0]
     is_cut = layout.ring * layout.ulysses > 1
     return PipelineReport(
         pipeline_class=type(pipeline).__name__,

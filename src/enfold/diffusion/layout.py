@@ -13,6 +13,9 @@ from math import gcd
 from enfold.errors import InputError, LayoutError
 from enfold.layout import check_size, divisors
 
+DENOISERS = ("transformer", "transformer_2", "unet")
+"""Components that a pipeline denoises with, by their names in model_index.json; Wan 2.2 has two."""
+
 AXES = ("dp", "copies", "tp", "ring", "ulysses")
 """Outermost first: the ranks of a replica are contiguous, and inside it ulysses neighbours are."""
 

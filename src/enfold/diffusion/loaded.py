@@ -27,7 +27,7 @@ from enfold.diffusion.drawing import Timeline, call_arguments, draw, encoding_ti
 from enfold.diffusion.embedding_cache import EmbeddingCache, Row
 from enfold.diffusion.facts import DEFAULT_NAMES, describe, embed_facts, merged_defaults
 from enfold.diffusion.offload import Offload
-from enfold.diffusion.opening import DENOISERS, Opened, find_pipeline
+from enfold.diffusion.opening import Opened, denoisers_of, find_pipeline
 from enfold.diffusion.requests import GenerateRequest, PipelineReport, PipelineSpec
 from enfold.errors import InputError
 from enfold.layout import Layout
@@ -60,7 +60,7 @@ class Loaded:
     @property
     def denoisers(self) -> list[Any]:
         """The components that are split where the layout says so."""
-        return [each for name in DENOISERS if (each := getattr(self.pipeline, name, None)) is not None]
+        return denoisers_of(self.pipeline)
 
     def _describe(self, spec: PipelineSpec) -> PipelineReport:
         """Return the report; one short text is encoded, which shows what conditioning looks like here."""

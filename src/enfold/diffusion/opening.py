@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from enfold.checkpoint import choose_dtype, load_encoder
 from enfold.diffusion.few_texts import separate_texts
+from enfold.diffusion.layout import DENOISERS
 from enfold.diffusion.requests import PipelineSpec
 from enfold.diffusion.split import split_transformer
 from enfold.encoders.model_index import encoder_components
@@ -29,9 +30,6 @@ from enfold.weights import open_source, stored_dtype
 
 INDEX = "model_index.json"
 DEFAULTS = "generation_defaults.json"
-DENOISERS = ("transformer", "transformer_2", "unet")
-"""Components that a pipeline denoises with; Wan 2.2 has two."""
-
 GIVEN = frozenset({"self", "prompt"})
 
 
@@ -204,9 +202,14 @@ def _load_rest(folder: Path, encoders: Mapping[str, PreTrainedModel], dtype: tor
         raise CheckpointError(f"Diffusers can't load {folder}: {error}") from error
 
 
+def denoisers_of(pipeline: Any) -> list[Any]:
+    """Return the components that are split where the layout says so."""
+    return [each for name in DENOISERS if (each := getattr(pipeline, name, None)) is not None]
+
+
 def _split(pipeline: Any, spec: PipelineSpec, group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Split the denoisers as the layout says; return in words what was done."""
-    denoisers = [each for name in DENOISERS if (each := getattr(pipeline, name, None)) is not None]
+    denoisers = denoisers_of(pipeline)
     if not denoisers:
         raise ConfigError(f"{type(pipeline).__name__} has no {' or '.join(DENOISERS)} to draw with")
     if not spec.layout.is_split:

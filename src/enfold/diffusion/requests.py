@@ -14,8 +14,6 @@ from enfold.layout import Layout
 
 Stage = Literal["encode", "denoise", "decode"]
 
-SEED_LIMIT = 2**63
-
 
 @dataclass(frozen=True)
 class PipelineSpec:
