@@ -35,6 +35,12 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="folder for the pictures, wrong ones first by name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not (options.model_path / "generation_defaults.json").is_file():
+        parser.error(
+            f"--model-path {options.model_path} has no generation_defaults.json; give a folder that train.py wrote"
+        )
+    if options.num_prompts < 1 or options.batch_size < 1:
+        parser.error(f"--num-prompts {options.num_prompts}, --batch-size {options.batch_size}: use at least 1 of each")
     scenes = held_out_scenes(options.num_prompts)
     pictures = _draw(options, scenes)
     faults = [check_picture(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
@@ -61,7 +67,7 @@ def _draw(options: argparse.Namespace, scenes: list[Scene]) -> list[np.ndarray[A
     given = {"num_inference_steps": options.num_inference_steps, "true_cfg_scale": options.true_cfg_scale}
     defaults = json.loads((options.model_path / "generation_defaults.json").read_text(encoding="utf-8"))
     values = defaults | {name: value for name, value in given.items() if value is not None}
-    negative = values.pop("negative_prompt")
+    negative = values.pop("negative_prompt", "")
     pictures: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
     starts = range(0, len(scenes), options.batch_size)
     for start in track(starts, "drawing", disable=not sys.stderr.isatty()):
