@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from e2e_harness import Commands, marked, save_bert, save_clip_vision, save_t5_pipeline
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell ignores SIGINT for what it runs in the background, and so would all that is started here."""
 
 
 def _made(save: Callable[[Path], None], folder: Path) -> Path:

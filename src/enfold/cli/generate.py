@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 BATCHING_MAX_SIZE = 4
 STAGES = ("encode", "denoise", "decode")
+CHOSEN = ("height", "width", "num_frames", "max_sequence_length", "guidance_scale", "true_cfg_scale", "negative_prompt")
+"""Options that not every pipeline takes, or not at every value."""
 
 EXAMPLE = """\
 examples:
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     alone = plan.layout.num_ranks == 1
     engine = PipelineEngine(make_spec(args, plan), threads_per_rank=args.threads_per_rank, in_process=alone)
     requests = [make_request(prompt, args) for prompt in prompts]
+    check_before_loading(args, plan, requests)
     with stage("loading"):
         report = engine.start()
     try:
@@ -129,6 +132,19 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(document, indent=2) if args.json else words(document))
     return 0
+
+
+def check_before_loading(args: argparse.Namespace, plan: PipelinePlan, requests: Sequence[GenerateRequest]) -> None:
+    """Raise InputError where config files show that a request can't be honoured; looked at where one asks for much."""
+    if all(getattr(args, name) is None for name in CHOSEN):
+        return  # the parent need not import Diffusers
+    from enfold.diffusion.checks import check_request
+    from enfold.diffusion.outline import outline
+
+    report = outline(plan.folder, plan.layout)
+    if report is not None:
+        for request in requests:
+            check_request(request, report, plan.layout)
 
 
 def make_request(prompt: Prompt, args: argparse.Namespace) -> GenerateRequest:

@@ -15,6 +15,7 @@ from enfold.cli.plan import find_folder, plans_of_pipeline
 from enfold.diffusion.layout import DENOISERS, PipelineLayout, resolve_pipeline_layout
 from enfold.errors import ConfigError
 from enfold.plan import Plan
+from enfold.runtime.machine import rank_devices
 
 if TYPE_CHECKING:
     from enfold.diffusion.requests import PipelineSpec
@@ -69,7 +70,10 @@ def add_pipeline_options(parser: argparse.ArgumentParser, encoder_parallel: str,
 
 
 def plan_pipeline_ranks(args: argparse.Namespace) -> PipelinePlan:
-    """Check sizes and read config files; nothing is loaded. Raises ConfigError or LayoutError with the remedy."""
+    """Check sizes and GPUs and read config files; nothing is loaded.
+
+    Raises ConfigError or LayoutError with the remedy.
+    """
     folder = find_folder(args.model_path, None)
     if args.embedding_cache_mib < 0:
         raise ConfigError(f"--embedding-cache-mib {args.embedding_cache_mib} is below 0; use 0 for no cache")
@@ -86,11 +90,16 @@ def plan_pipeline_ranks(args: argparse.Namespace) -> PipelinePlan:
         "mode": args.encoder_parallel,
         "replica_size": layout.replica_size,
         "batch_size": args.batching_max_size,
-        "dtype": args.dtype,
+        "dtype": args.dtype or _usual_dtype(layout.num_ranks),
         "numerics": args.numerics,
     }
     plans = plans_of_pipeline(folder, index, options)
     return PipelinePlan(folder, str(index.get("_class_name", "?")), denoiser, layout, plans)
+
+
+def _usual_dtype(num_ranks: int) -> str | None:
+    """Return the precision that ranks load in where none is asked for; None: that of the checkpoint."""
+    return "float32" if rank_devices(num_ranks)[0] == "cpu" else None
 
 
 def make_spec(args: argparse.Namespace, plan: PipelinePlan) -> PipelineSpec:
