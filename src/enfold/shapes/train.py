@@ -1,9 +1,9 @@
-"""Make the shipped model again: `python -m enfold.shapes.train --output DIR`, about three hours on two CPU cores.
+"""Make the shipped model again: `python -m enfold.shapes.train --output DIR`, one to two hours on two CPU cores.
 
-Four stages, each resumed where it was cut: the autoencoder learns to give back crops of drawn pictures; its decoder
-goes on alone, on whole pictures; a set of pictures is drawn and encoded once; the denoiser and both text encoders learn
-together, from nothing, to predict the flow from pictures to noise (rectified flow, arXiv 2209.03003; times as in arXiv
-2403.03206). What step K sees hangs on the seed and K alone, so a run that was cut goes on as if it had not been.
+Five stages, each resumed where it was cut: the autoencoder learns to give back crops of drawn pictures; its decoder
+goes on alone, on whole pictures; a set of pictures is drawn and encoded once; T5 learns to read; the denoiser and CLIP
+learn together, from nothing, to predict the flow from pictures to noise (rectified flow, arXiv 2209.03003; times as in
+arXiv 2403.03206). What step K sees hangs on the seed and K alone, so a run that was cut goes on as if it had not been.
 Held-out prompts are never seen.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 AUTOENCODER_STEPS = 3500
 DECODER_STEPS = 1000
-DENOISER_STEPS = 32000
+DENOISER_STEPS = 28000
 READING_STEPS = 600
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
@@ -40,7 +40,7 @@ _PURE_NOISE = 0.1  # share of the samples that start from noise alone, where the
 
 
 def main() -> None:
-    """Run the four stages; print where the pipeline is."""
+    """Run the stages; print where the pipeline is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints and of the pipeline")
     parser.add_argument("--seed", type=int, default=0)
