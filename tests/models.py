@@ -15,6 +15,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers as hf
 from torch import nn
+from transformers.initialization import no_init_weights
 
 HIDDEN = 1088  # 17 heads of 64
 WIDTH = 2816  # 44 units of 64
@@ -145,8 +146,10 @@ BY_NAME = {model.name: model for model in MODELS}
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """Return a model with random weights: matrices scaled to keep activations near 1, other parameters off 0 and 1."""
+    with no_init_weights():
+        module = BY_NAME[name].build().eval()
+    module.tie_weights()
     torch.manual_seed(seed)
-    module = BY_NAME[name].build().eval()
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() > 1:

@@ -53,6 +53,13 @@ def plain(name: str, dtype: torch.dtype) -> torch.nn.Module:
     return models.build(name, dtype)
 
 
+@lru_cache(maxsize=32)
+def wanted(name: str, dtype: torch.dtype, num_rows: int, num_threads: int) -> Any:
+    """Return what the plain module gives; it hangs on no layout, so each rank computes it once for all of them."""
+    torch.set_num_threads(num_threads)
+    return plain(name, dtype)(**models.inputs(name, num_rows, dtype), output_hidden_states=True)
+
+
 def spread(group: dist.ProcessGroup | None, name: str, dtype: torch.dtype, layout: tuple, **options: Any) -> Any:
     return parallelize_encoder(
         copy.deepcopy(plain(name, dtype)), layout=enfold.Layout(*layout), groups=groups_of(group), **options
@@ -81,10 +88,9 @@ def cell(
         batch = models.inputs(name, num_rows, dtype)
         got = module(**batch, output_hidden_states=True)
         if num_rows:
-            want = plain(name, dtype)(**batch, output_hidden_states=True)
-            found[num_rows, num_threads] = differences(want, got)
+            found[num_rows, num_threads] = differences(wanted(name, dtype, num_rows, num_threads), got)
         else:  # many modules can't encode zero rows: shapes and dtypes must be those of one row, without the row
-            want = plain(name, dtype)(**models.inputs(name, 1, dtype), output_hidden_states=True)
+            want = wanted(name, dtype, 1, num_threads)
             empty = {key: value for key, value in want.items() if isinstance(value, torch.Tensor)}
             found[num_rows, num_threads] = [
                 f"{key} of an empty batch: {list(got[key].shape)} {got[key].dtype}"

@@ -87,18 +87,27 @@ def _text_calls(name: str) -> Calls:
     return calls
 
 
+@lru_cache(maxsize=1)
+def _calls_and_answers(name: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Return each call with what the plain module gives."""
+    no_cache = {"use_cache": False} if name == "Qwen3" else {}
+    calls = _text_calls(name).items()
+    return {
+        label: (args, kwargs, plain(name, F32)(*args, **kwargs, **no_cache)) for label, (args, kwargs) in calls
+    }
+
+
 def _compare_calls(group: dist.ProcessGroup, name: str, layout: tuple[int, int, int]) -> list[str]:
     module = spread(group, plain(name, F32), layout)
-    found = []
-    for label, (args, kwargs) in _text_calls(name).items():
-        no_cache = {"use_cache": False} if name == "Qwen3" else {}
-        want = plain(name, F32)(*args, **kwargs, **no_cache)
-        found += [f"{label}: {text}" for text in differences(want, module(*args, **kwargs))]
-    return found
+    return [
+        f"{label}: {text}"
+        for label, (args, kwargs, want) in _calls_and_answers(name).items()
+        for text in differences(want, module(*args, **kwargs))
+    ]
 
 
-@pytest.mark.parametrize("name", ["T5", "CLIP text", "BERT", "Qwen3"])
 @pytest.mark.parametrize("world,layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["T5", "CLIP text", "BERT", "Qwen3"])
 def test_arguments_and_tuples(ranks: Ranks, name: str, world: int, layout: tuple[int, int, int]) -> None:
     assert ranks.run(_compare_calls, world, name, layout) == [[]] * world
 
@@ -112,8 +121,8 @@ def _attentions(group: dist.ProcessGroup, name: str, layout: tuple[int, int, int
     return differences(want, got)
 
 
-@pytest.mark.parametrize("name", ["T5", "CLIP text", "BERT", "Qwen3", "ViT"])
 @pytest.mark.parametrize("world,layout", [(2, (1, 1, 2)), (4, (1, 2, 2))])
+@pytest.mark.parametrize("name", ["T5", "CLIP text", "BERT", "Qwen3", "ViT"])
 def test_attention_weights_come_back_whole(ranks: Ranks, name: str, world: int, layout: tuple[int, int, int]) -> None:
     assert ranks.run(_attentions, world, name, layout) == [[]] * world
 

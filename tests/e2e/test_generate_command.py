@@ -33,7 +33,6 @@ def test_the_bits_do_not_hang_on_ranks_and_modes(commands: Commands) -> None:
     assert not np.array_equal(*one["pixels"])
     ways = {
         "fold": ("--encoder-parallel", "fold", "--whole-dit"),
-        "dp": ("--encoder-parallel", "dp", "--whole-dit"),
         "replicas": ("--dp-size", 2),
     }
     for name, options in ways.items():
