@@ -92,9 +92,7 @@ def _calls_and_answers(name: str) -> dict[str, tuple[tuple[Any, ...], dict[str, 
     """Return each call with what the plain module gives."""
     no_cache = {"use_cache": False} if name == "Qwen3" else {}
     calls = _text_calls(name).items()
-    return {
-        label: (args, kwargs, plain(name, F32)(*args, **kwargs, **no_cache)) for label, (args, kwargs) in calls
-    }
+    return {label: (args, kwargs, plain(name, F32)(*args, **kwargs, **no_cache)) for label, (args, kwargs) in calls}
 
 
 def _compare_calls(group: dist.ProcessGroup, name: str, layout: tuple[int, int, int]) -> list[str]:

@@ -46,8 +46,10 @@ def _raising(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("where", ["encoder.block.0.layer.0.SelfAttention.q", "encoder.final_layer_norm"])
-@pytest.mark.parametrize("culprits", [(1,), (0, 3)])
+@pytest.mark.parametrize(
+    ("where", "culprits"),
+    [("encoder.block.0.layer.0.SelfAttention.q", (1,)), ("encoder.final_layer_norm", (0, 3))],
+)
 def test_one_rank_raises(ranks: Ranks, layout: tuple[int, int, int], where: str, culprits: tuple[int, ...]) -> None:
     answers = ranks.run(_raising, 4, layout, culprits, where)
     kinds, texts, seconds = zip(*(outcome for outcome, _ in answers), strict=True)

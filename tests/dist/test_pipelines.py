@@ -28,9 +28,8 @@ ENCODERS = {
 }
 MODES: dict[tuple[int, torch.dtype], list[tuple[str, tuple[int, int, int] | None]]] = {
     (2, torch.float32): [("auto", None), ("fold", None)],
-    (4, torch.float32): [("dp", None), ("auto", (1, 2, 2))],
+    (4, torch.float32): [("auto", (1, 2, 2))],
     (2, torch.bfloat16): [("dp", None)],
-    (4, torch.bfloat16): [("fold", None)],
 }
 """Each mode once; test_generate.py draws whole pictures in each of them on 2 ranks."""
 

@@ -11,7 +11,9 @@ from ranks import Ranks
 from tower_cells import cell
 
 SIZES = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
-"""(tp, dp) by number of ranks."""
+"""(tp, dp) by number of ranks, for Qwen3-VL; tower_matrix.py runs them for every family."""
+
+FEW_SIZES = {4: [(2, 2), (4, 1)]}
 
 FEW = ["1 image", "5 mixed", "one huge, three small", "two videos, one image"]
 SETS = {
@@ -33,7 +35,7 @@ def test_bits_are_those_of_one_rank(ranks: Ranks, name: str, dtype: torch.dtype)
     want = reference(name, dtype)
     found = [
         f"tp {sizes[0]} x dp {sizes[1]}, rank {rank}, {which}, {key}: {outputs.get(key)} is not {value}"
-        for world, layouts in SIZES.items()
+        for world, layouts in (SIZES if name == "Qwen3-VL" else FEW_SIZES).items()
         for sizes in layouts
         for rank, answer in enumerate(ranks.run(cell, world, name, dtype, sizes, SETS[name, dtype]))
         for which, outputs in answer.items()

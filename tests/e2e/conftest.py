@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from e2e_harness import Commands, marked, save_bert, save_clip_vision, save_t5_pipeline
 
-
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell ignores SIGINT for what it runs in the background, and so would all that is started here."""
 

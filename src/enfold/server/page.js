@@ -126,7 +126,8 @@ function explain(shown, about) {
   const parts = [shown.since(), `seed ${about.seeds.join(", ")}`, `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`];
   if (size > 1) parts.push(`in a batch of ${size}`);
   if (replica > 0) parts.push(`replica ${replica}`);
-  if (about.texts.from_cache) parts.push("text from the cache");
+  const { different, from_cache: cached } = about.texts;
+  if (cached) parts.push(`${cached} of ${different} text${different > 1 ? "s" : ""} from the cache`);
   shown.article.append(timeline(about.timeline), planInWords(about.plan));
   shown.finish(parts.join(" · "));
 }
