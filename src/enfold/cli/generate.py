@@ -135,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_before_loading(args: argparse.Namespace, plan: PipelinePlan, requests: Sequence[GenerateRequest]) -> None:
-    """Raise InputError where config files show that a request can't be honoured; looked at where one asks for much."""
+    """Raise InputError where config files show already that the pipeline can't honour the options that were given."""
     if all(getattr(args, name) is None for name in CHOSEN):
-        return  # the parent need not import Diffusers
+        return  # nothing that could be wrong, so this process need not import Diffusers
     from enfold.diffusion.checks import check_request
     from enfold.diffusion.outline import outline
 
