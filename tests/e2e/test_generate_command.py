@@ -76,7 +76,7 @@ def test_the_plan_stands_before_the_pictures(commands: Commands) -> None:
     assert lines[0].startswith("FluxPipeline from ")
     assert any(line.startswith("text_encoder_2  T5") for line in lines)
     assert lines[-3].endswith(PROMPTS[0]) or PROMPTS[0] in done.stdout
-    assert "1 pictures in" in done.stdout
+    assert "1 picture in" in done.stdout
     assert "enfold: denoise (3 steps)" in done.stderr
 
 

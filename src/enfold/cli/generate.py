@@ -287,7 +287,8 @@ def words(document: dict[str, Any]) -> str:
     """Return what is printed at the end: files, times, and what to expect of the bits."""
     lines = [f"{each['file']}  (seed {each['seed']}) {each['prompt']}" for each in document["pictures"]]
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in document["stage_seconds"].items())
-    lines += ["", f"{len(lines)} pictures in {document['seconds']:.2f} s: {times}", f"DiT: {document['dit']}"]
+    count = f"{len(lines)} picture{'' if len(lines) == 1 else 's'}"
+    lines += ["", f"{count} in {document['seconds']:.2f} s: {times}", f"DiT: {document['dit']}"]
     if difference := document["difference_from_unsplit"]:
         lines.append(
             f"difference from the unsplit DiT: at most {difference['max_abs']}, "
