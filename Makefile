@@ -20,8 +20,8 @@ demo: $(VENV)/installed  ## draw four prompts with the shipped model on 2 ranks,
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## unit, dist and e2e tests
-	$(BIN)/python -m pytest -q --numprocesses 2 tests/unit
-	$(BIN)/python -m pytest -q tests/dist tests/e2e
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit tests/e2e
+	$(BIN)/python -m pytest -q tests/dist
 
 check: $(VENV)/installed  ## lint, format, types, import contracts, docs against the tree
 	$(BIN)/ruff check .
