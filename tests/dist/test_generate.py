@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from enfold.diffusion.layout import PipelineLayout
 from enfold.diffusion.outline import outline
 from enfold.diffusion.requests import GenerateRequest, PipelineReport, PipelineSpec
 from enfold.diffusion.worker import PipelineWorker
-from enfold.errors import EncodeError, EnfoldError, InputError
+from enfold.errors import ConfigError, EncodeError, EnfoldError, InputError
 from enfold.layout import Layout
 
 CPU = torch.device("cpu")
 MODES = ("replicate", "fold", "dp", "auto")
+OTHER_KERNELS = ("SD3", "QwenImage") if torch.backends.cpu.get_cpu_capability() == "AVX512" else ("SD3",)
 ONE = [GenerateRequest(pipelines.PROMPT, seed=3)]
 
 
@@ -82,13 +84,14 @@ def _drawn(group: dist.ProcessGroup, folder: str, name: str, options: dict[str, 
 
 
 def _beside_plain(group: dist.ProcessGroup, folder: str, name: str) -> tuple[list[str], float]:
-    """Return digests of what plain Diffusers draws of one request, and how far a batch is from what enfold draws."""
+    """Return what `_drawn` returns, from plain Diffusers, and how far its latents of several are from enfold's."""
     pipe = whole_pipelines.plain(folder)
-    found = [digest(whole_pipelines.draw_plain(name, pipe, ONE, "latent"))]
-    images = whole_pipelines.draw_plain(name, pipe, ONE, "np")
-    frames = images if images.dim() == 5 else images.unsqueeze(1)
-    found.append(digest((frames * 255).round().to(torch.uint8)))
-    batch = whole_pipelines.draw_plain(name, pipe, several(name), "latent")
+    found = []
+    for requests in (ONE, several(name)):
+        batch = whole_pipelines.draw_plain(name, pipe, requests, "latent")
+        images = whole_pipelines.draw_plain(name, pipe, requests, "np")
+        frames = images if images.dim() == 5 else images.unsqueeze(1)
+        found += [digest(batch), digest((frames * 255).round().to(torch.uint8))]
     worker, _ = loaded(group, folder)
     return found, ((batch - latents(worker, several(name))).abs().max() / batch.std()).item()
 
@@ -97,13 +100,14 @@ def _beside_plain(group: dist.ProcessGroup, folder: str, name: str) -> tuple[lis
 def test_equal_bits_whatever_the_encoders_do(ranks: Ranks, folder_of: Callable[[str], str], name: str) -> None:
     """One rank, 2 ranks in each mode, and plain Diffusers called with prompt=.
 
-    Of several prompts at once plain torch is no reference: its kernels hang on their number, those of enfold do not.
+    For several prompts at once plain torch takes other kernels in some encoders, enfold does not.
     """
     folder = folder_of(name)
     plain, gap = ranks.run(_beside_plain, 1, folder, name)[0]
     alone, _ = ranks.run(_drawn, 1, folder, name, {})[0]
     assert len(set(alone)) == 4
-    assert alone[:2] == plain
+    assert alone[:2] == plain[:2]
+    assert alone == plain or name in OTHER_KERNELS
     assert gap < 1e-4
     layouts = set()
     for mode in MODES:
@@ -129,6 +133,16 @@ def test_what_config_files_do_not_tell_is_left_to_the_loaded_pipeline(
 ) -> None:
     (tmp_path / "model_index.json").write_bytes((Path(folder_of("Flux")) / "model_index.json").read_bytes())
     assert outline(tmp_path, PipelineLayout()) is None
+
+
+def test_a_folder_that_can_not_be_used_is_refused_before_it_is_loaded(
+    folder_of: Callable[[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(folder_of("Flux"), tmp_path / "flux", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert outline(tmp_path / "flux", PipelineLayout()) is not None, "no weight is needed"
+    (tmp_path / "flux" / "generation_defaults.json").write_text('{"height": "tall"}')
+    with pytest.raises(ConfigError, match=r"height='tall' must be a number"):
+        outline(tmp_path / "flux", PipelineLayout())
 
 
 def test_equal_bits_on_four_ranks(ranks: Ranks, folder_of: Callable[[str], str]) -> None:

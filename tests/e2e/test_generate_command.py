@@ -75,6 +75,9 @@ def test_the_plan_stands_before_the_pictures(commands: Commands) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FluxPipeline from ")
     assert any(line.startswith("text_encoder_2  T5") for line in lines)
+    assert any(line.startswith("text_encoder_2 (float32): ") for line in lines), (
+        "what ranks load in, not what is stored"
+    )
     assert lines[-3].endswith(PROMPTS[0]) or PROMPTS[0] in done.stdout
     assert "1 picture in" in done.stdout
     assert "enfold: denoise (3 steps)" in done.stderr

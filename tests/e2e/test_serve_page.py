@@ -106,6 +106,9 @@ def test_a_prompt_becomes_a_picture_with_its_timeline(page: Any) -> None:
         plan.click()
         assert "T5: dp, layout 1x2x1" in article.find_element(By.CSS_SELECTOR, ".plan dl").text
         assert "2 of 2 ranks" in page.find_element(By.ID, "state").text
+        assert "from the cache" not in article.text
+        ask(page, "blue again")
+        assert "1 of 1 text from the cache" in card(page, "blue again").text
         keep_screenshot(page, "page")
 
 

@@ -55,7 +55,7 @@ def test_an_image_encoder_as_a_table(commands: Commands, clip_vision: Path) -> N
 
 
 def test_a_pipelines_encoder(commands: Commands, t5_pipeline: Path) -> None:
-    arguments = ["--subfolder", "text_encoder_2", "--num-gpus", 1, "--threads-per-rank", 1]
+    arguments = ["--subfolder", "text_encoder_2", "--num-gpus", 2, "--threads-per-rank", 1]
     done = commands.run("verify", "--model-path", t5_pipeline, *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
 

@@ -98,7 +98,7 @@ def plan_pipeline_ranks(args: argparse.Namespace) -> PipelinePlan:
 
 
 def _usual_dtype(num_ranks: int) -> str | None:
-    """Return the precision that ranks load in where none is asked for; None: that of the checkpoint."""
+    """Return what opening.pipeline_dtype gives the ranks where none is asked for; None: that of the checkpoint."""
     return "float32" if rank_devices(num_ranks)[0] == "cpu" else None
 
 

@@ -14,6 +14,7 @@ from enfold.diffusion.facts import describe, merged_defaults
 from enfold.diffusion.layout import PipelineLayout
 from enfold.diffusion.opening import Opened, pipeline_class, read_index
 from enfold.diffusion.requests import PipelineReport
+from enfold.errors import EnfoldError
 
 __all__ = ["outline"]
 
@@ -30,6 +31,8 @@ def outline(folder: Path, layout: PipelineLayout) -> PipelineReport | None:
         pipeline = cls(**_without_weights(cls, folder, index))
         opened = Opened(pipeline, encoders={}, split="", dtype=torch.float32)
         return describe(opened, way_of(pipeline), merged_defaults(pipeline, folder), layout)
+    except EnfoldError:
+        raise  # among them ConfigError, which is a ValueError too
     except (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError):
         return None  # configs are missing, or this class asks its encoders; after loading the same is checked again
 
@@ -37,13 +40,13 @@ def outline(folder: Path, layout: PipelineLayout) -> PipelineReport | None:
 def _without_weights(cls: Any, folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a pipeline is made of: None for encoders and tokenizers, configs for the rest."""
     given: dict[str, Any] = {}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+    for name, parameter in inspect.signature(cls).parameters.items():
         entry = index.get(name)
         if isinstance(entry, list):
             given[name] = _component(folder / name, entry)
         elif entry is not None:
             given[name] = entry
-        elif parameter.default is parameter.empty and name != "self":
+        elif parameter.default is parameter.empty:
             given[name] = None
     return given
 
