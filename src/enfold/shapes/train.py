@@ -33,6 +33,7 @@ READING_STEPS = 600
 NUM_PICTURES = 49152
 _CROP_SIZE = 32
 _POOL_SIZE = 2048  # pictures that the autoencoder's batches are cut from, for 500 steps
+_ENCODED_AT_ONCE = 512  # pictures
 _EMA_DECAY = 0.998
 _EMPTY_PROMPTS = 0.1  # share; what guidance without a prompt needs
 _MEAN_LOGIT_TIME = 0.8  # nearer to noise, where it is decided what stands where
@@ -49,7 +50,16 @@ def main() -> None:
     parser.add_argument("--denoiser-steps", type=int, default=DENOISER_STEPS)
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
+    counts = (options.autoencoder_steps, options.decoder_steps, options.denoiser_steps)
+    if min(counts) < 1 or options.num_pictures < _ENCODED_AT_ONCE:
+        parser.error(
+            f"steps {', '.join(map(str, counts))} and --num-pictures {options.num_pictures}: use at least 1 step each, "
+            f"and {_ENCODED_AT_ONCE} pictures"
+        )
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {options.output}: {error.strerror}; give a folder")
     autoencoder = train_autoencoder(options.output / "autoencoder.pt", options.autoencoder_steps, options.seed)
     refine_decoder(options.output / "decoder.pt", autoencoder, options.decoder_steps, options.seed)
     latents, prompts = encode_pictures(options.output / "latents.pt", autoencoder, options.num_pictures, options.seed)
@@ -136,9 +146,9 @@ def encode_pictures(file: Path, autoencoder: AutoencoderKL, count: int, seed: in
     else:
         rng = random.Random(f"{seed} training set")
         latents, prompts = [], []
-        for _ in range(count // 512):
+        for _ in range(count // _ENCODED_AT_ONCE):
             scenes: list[Scene] = []
-            while len(scenes) < 512:
+            while len(scenes) < _ENCODED_AT_ONCE:
                 scene = random_scene(rng)
                 if not is_held_out(scene):
                     scenes.append(scene)
